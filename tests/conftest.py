@@ -14,11 +14,12 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tiny_checkpoint import tiny_checkpoint
 
 torch.set_num_threads(1)  # tensors are tiny
-settings.register_profile("suite", deadline=None)  # a slow machine fails no test
+checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("suite", deadline=None, suppress_health_check=checks)  # a slow machine fails no test
 settings.load_profile("suite")
 
 

@@ -144,7 +144,7 @@ def test_a_peer_answers_again_after_it_failed(tmp_path: Path, monkeypatch: pytes
     try:
         assert peer.version == "1.2"
         first = peer.answer(workload(5))
-        assert (first.tokens, first.seconds < 1) == (8, True)
+        assert first.tokens == 8 and first.seconds > 0
         assert 2**20 < first.peak_bytes < 2**28
         with pytest.raises(PeerEnded, match="thirteen"):
             peer.answer(workload(13))

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -422,17 +422,25 @@ def test_a_pool_that_leaves_no_cpu_is_a_warning(
     """In a pool of Ray Data only, and while no rows have come."""
     free = {"CPU": 0.0}
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(available_resources=lambda: free))
-    monkeypatch.setattr("actors.generator.ROWS_SECONDS", 1.0)
+    monkeypatch.setattr("actors.generator.ROWS_SECONDS", 600.0)
     made: list[Generator] = []
+
+    def waiting() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if "_warn_without_rows" in thread.name]
+
     of_ray_data = {"__name__": "ray.data._internal.execution", "make": lambda: made.append(make(checkpoint))}
     exec("make()", of_ray_data)
+    assert len(waiting()) == 1
     made[0]({"prompt": column(["a"])})
+    for thread in waiting():
+        thread.join()
     make(checkpoint)
-    time.sleep(1.6)
-    assert "CPUs" not in caplog.text
+    assert "CPUs" not in caplog.text and not waiting()
+    monkeypatch.setattr("actors.generator.ROWS_SECONDS", 0.1)
     exec("make()", of_ray_data)
-    time.sleep(1.6)
-    assert "no rows came in 1 s, and 0 CPUs of the cluster are free" in caplog.text
+    for thread in waiting():
+        thread.join()
+    assert "no rows came in 0.1 s, and 0 CPUs of the cluster are free" in caplog.text
 
 
 @pytest.mark.parametrize(

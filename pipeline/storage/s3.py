@@ -62,7 +62,7 @@ class _Budget:
     """Time for retries of a call and its nested calls. seconds: 0 while the store does not answer (see `_spent`)."""
 
     seconds: float
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
 
 
 class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from engine_cases import (
     thoroughly,
     with_prefix,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle, oracle_logits
 from tiny_models import CONTEXT, LAYERS, MODELS, tiny_model
@@ -71,7 +71,7 @@ def test_a_gpu_answers_what_the_oracle_on_the_cpu_answers(name: str) -> None:
 
 
 @thoroughly
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(schedule=any_schedule(), seed=st.integers(0, 10**6))
 def test_any_schedule_equals_the_oracle(decoder: Decoder, library: Decoder, schedule: Schedule, seed: int) -> None:
     rows = requests(4, seed=seed, sampled=True, most_new=10, longest=12)
@@ -236,7 +236,7 @@ class Small:
         return self.decoder.step(ids, *rest, **named)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     numbers=st.integers(1, 200),
     rows=st.integers(1, 12),

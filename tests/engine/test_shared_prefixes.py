@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_cases import PREFIX, SPECS, STOP, answer, every_case, generate, with_prefix
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import oracle, oracle_answers
 from tiny_models import LAYERS, VOCAB, tiny_model
@@ -37,7 +37,6 @@ def computed(prompts: Sequence[tuple[int, ...]], prefixes: Sequence[tuple[int, .
 
 
 @pytest.mark.usefixtures("short_beginnings")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nested_prompts, st.lists(st.integers(0, 2), max_size=3))
 def test_every_prompt_begins_with_its_prefix_and_no_token_is_computed_more_often(
     prompts: list[tuple[int, ...]], prefix: list[int]
@@ -53,7 +52,6 @@ def test_every_prompt_begins_with_its_prefix_and_no_token_is_computed_more_often
 
 
 @pytest.mark.usefixtures("short_beginnings")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nested_prompts)
 def test_no_length_of_all_beginnings_saves_more(prompts: list[tuple[int, ...]]) -> None:
     ours = computed(prompts, shared_prefixes(prompts))

@@ -230,11 +230,15 @@ def own_memory() -> Iterator[list[int]]:
     ended = threading.Event()
 
     def sample() -> None:
-        while not ended.wait(0.001):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")))
+        lines = Path("/proc/self/status").read_text().splitlines()
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")))
 
-    thread = threading.Thread(target=sample)
+    def samples() -> None:
+        while not ended.wait(0.001):
+            sample()
+
+    sample()
+    thread = threading.Thread(target=samples)
     thread.start()
     try:
         yield found
@@ -256,7 +260,6 @@ def test_weights_are_loaded_in_their_dtype_without_a_copy_between(tmp_path: Path
     load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))  # imports, pools
     gc.collect()  # a model is part of a cycle: freed while the next one is loaded, it would hide that one's memory
     with own_memory() as sampled:
-        threading.Event().wait(0.05)
         model = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu")).model
         assert {(one.dtype, one.device.type) for one in model.parameters()} == {(torch.bfloat16, "cpu")}
         decoder = fastest_decoder(model)

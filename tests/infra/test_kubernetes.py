@@ -163,7 +163,7 @@ def wait_for_rayjob(folder: Path, *statuses: str) -> subprocess.CompletedProcess
     }
     assert {one["name"] for one in container["env"]} <= {*env, "HOME"}
     return subprocess.run(
-        [*container["command"], *container["args"]], env=env, capture_output=True, text=True, timeout=20
+        [*container["command"], *container["args"]], env=env, capture_output=True, text=True, timeout=600
     )
 
 

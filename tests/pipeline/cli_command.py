@@ -17,6 +17,7 @@ import yaml
 
 from pipeline.config.job import JobConfig
 
+HANGING_SECONDS = 600.0  # of what hangs: nothing else takes as long on a slow machine
 MARK = "SKIPDECODE_TEST_MARK"  # a variable in the environment of a command and of all processes below it
 
 
@@ -30,8 +31,8 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until(reached: Callable[[], object], seconds: float = 120, every: float = 0.05) -> None:
-    """Wait for a condition, asked every so many seconds. AssertionError once `seconds` have passed."""
+def wait_until(reached: Callable[[], object], seconds: float = HANGING_SECONDS, every: float = 0.05) -> None:
+    """Wait for a condition, asked every so many seconds. AssertionError once it will hardly be met any more."""
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, "waited in vain"
@@ -56,7 +57,7 @@ class Command:
             env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **env},
         )
 
-    def end(self, seconds: float = 200) -> tuple[int, str, str]:
+    def end(self, seconds: float = HANGING_SECONDS) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 
@@ -64,19 +65,17 @@ class Command:
         self.wait_until(lambda: len(list(output.glob("part-*.parquet"))) >= count)
 
     def wait_until(self, reached: Callable[[], bool], every: float = 0.01) -> None:
-        """Wait for a condition, asked every so many seconds. AssertionError if the command ends first or 150 s pass."""
-        deadline = time.monotonic() + 150
-        while not reached():
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(every)
+        """Wait for a condition, asked every so many seconds. AssertionError if the command ends first."""
+
+        def reached_or_ended() -> bool:
+            return self.process.poll() is not None or reached()
+
+        wait_until(reached_or_ended, every=every)
+        assert reached(), self.process.communicate()[1]
 
     def assert_nothing_left(self) -> None:
-        """All processes that the command started end within two minutes; on a quiet machine in seconds."""
-        deadline = time.monotonic() + 120
-        while left := marked(self.mark):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.2)
+        """All processes that the command started end, on a quiet machine in seconds."""
+        wait_until(lambda: not marked(self.mark), every=0.2)
 
 
 class SlowCommand(Command):

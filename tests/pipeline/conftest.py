@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import bucket_server
@@ -13,6 +15,7 @@ import pytest
 import ray
 from fault_proxy import Proxy, fault_proxy
 from in_process import InProcess
+from moved_clock import Clock
 from ray_free_run import MadeUpParts
 
 from actors.engine.cpu.library import library
@@ -77,7 +80,7 @@ def ceph(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            timeout=180,
+            timeout=600,
         )
         exports = dict(line.removeprefix("export ").split("=", 1) for line in started.stdout.splitlines())
         url = exports["AWS_ENDPOINT_URL"]
@@ -85,7 +88,7 @@ def ceph(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield StorageConfig(endpoint_url=url)
     finally:
         if folder.exists():
-            subprocess.run([CEPH_SCRIPT, "stop", folder], check=True, timeout=60)
+            subprocess.run([CEPH_SCRIPT, "stop", folder], check=True, timeout=600)
 
 
 @pytest.fixture
@@ -118,6 +121,19 @@ def proxy(behind: Proxy) -> Iterator[Proxy]:
     behind.done.clear()
     yield behind
     behind.script = lambda request: None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which calls of a store are retried: it counts nothing but their waits, which take no time."""
+    clock = Clock()
+
+    async def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+
+    monkeypatch.setattr("pipeline.storage.s3.time", clock)
+    monkeypatch.setattr("pipeline.storage.s3.asyncio", SimpleNamespace(sleep=sleep, Lock=asyncio.Lock))
+    return clock
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from pipeline.storage.folder import Folder, open_folder
 
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel"]
 ROWS, SHARDS = 60, 12
-TRIAL_SECONDS = 120.0
+TRIAL_SECONDS = 600.0
 
 
 class Hung(Exception):

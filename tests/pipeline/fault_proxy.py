@@ -131,7 +131,7 @@ def fault_proxy(upstream: str) -> Iterator[Proxy]:
                 return None
             if fault == DELAY:
                 time.sleep(proxy.delay)
-            server = http.client.HTTPConnection(there.hostname or "", there.port, timeout=60)
+            server = http.client.HTTPConnection(there.hostname or "", there.port, timeout=600)
             headers = {name: value for name, value in self.headers.items() if name.lower() not in HELD}
             server.request(self.command, self.path, body or None, {**headers, "Content-Length": str(len(body))})
             answer = server.getresponse()

@@ -31,7 +31,7 @@ def served(chat_checkpoint: Path) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def http() -> Iterator[httpx2.Client]:
     """One client for all requests: a new one reads the certificates of this machine."""
-    with httpx2.Client(timeout=60) as client:
+    with httpx2.Client(timeout=600) as client:
         yield client
 
 

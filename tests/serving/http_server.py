@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from cli_command import HANGING_SECONDS, wait_until
 from starlette.types import ASGIApp
 
 from actors.serving.http import Limits, create_app
@@ -28,12 +29,9 @@ class Running:
     url: str
     model: ServedModel
 
-    def wait_idle(self, seconds: float = 20) -> None:
+    def wait_idle(self) -> None:
         """Until no row waits or is in flight."""
-        until = time.monotonic() + seconds
-        while self.model.loop.waiting or self.model.loop.engine.rows:
-            assert time.monotonic() < until, "rows are left"
-            time.sleep(0.01)
+        wait_until(lambda: not (self.model.loop.waiting or self.model.loop.engine.rows), every=0.01)
 
 
 @contextmanager
@@ -61,5 +59,5 @@ def listening(app: ASGIApp) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(HANGING_SECONDS)
         listener.close()

@@ -281,7 +281,7 @@ def test_threads_submit_and_cancel_while_the_loop_runs(llama: Decoder) -> None:
                 loop.cancel(submissions[row])
                 continue
             with arrived:
-                assert arrived.wait_for(lambda row=row: (submissions[row], 0) in reader.done, 60)  # type: ignore[misc]
+                assert arrived.wait_for(lambda row=row: (submissions[row], 0) in reader.done, 600)  # type: ignore[misc]
 
     threads = [threading.Thread(target=client_thread, args=(first,)) for first in range(4)]
     for thread in threads:

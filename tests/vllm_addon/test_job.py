@@ -87,7 +87,7 @@ def shards(output: str) -> list[dict[str, Any]]:
     return table.select([name for name in counts if name in table.column_names]).to_pylist()
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path: Path) -> None:
     """SIGKILL hits the driver and every process that it has started, after three parts."""
     values, library = job(tmp_path, inputs, "vllm", 2), job(tmp_path, inputs, "library", 2)
@@ -95,7 +95,7 @@ def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path:
     file.write_text(yaml.safe_dump(values))
     wanted = run_and_read(library)
     process = start(file)
-    until = time.monotonic() + 500
+    until = time.monotonic() + 900
     while len(parts := sorted(output.glob("part-*.parquet"))) < 3:
         assert process.poll() is None and time.monotonic() < until, file.with_suffix(".log").read_text()
         time.sleep(0.02)
@@ -104,7 +104,7 @@ def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path:
     process.wait()
     before = {part.name: part.read_bytes() for part in parts}
     assert len(before) < ROWS // SHARD_ROWS
-    assert start(file).wait(500) == 0, file.with_suffix(".log").read_text()
+    assert start(file).wait(900) == 0, file.with_suffix(".log").read_text()
     assert before.items() <= {part.name: part.read_bytes() for part in output.iterdir() if part.is_file()}.items()
     found = answered_rows(output)
     assert [row["id"] for row in found] == [f"r{row}" for row in range(ROWS)]
@@ -126,7 +126,7 @@ def test_rows_of_the_next_shards_take_the_slots_of_rows_that_end(
         return begin(self, shard)
 
     def stepping(self: VllmEngine) -> Any:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 900
         while len(self.rows) + sum(len(call.requests) for call in self._queue) < self.max_rows:
             if len(begun) == ROWS // SHARD_ROWS:
                 break

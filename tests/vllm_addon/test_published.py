@@ -111,7 +111,7 @@ def test_run_batch_answers_a_batch_file(wanted: dict[str, list[str]], tmp_path: 
     source.write_text("".join(json.dumps(request) + "\n" for request in requests))
     run = command("run_batch", "-i", str(source), "-o", str(target))
     done = subprocess.run(
-        run, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False
+        run, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
@@ -131,7 +131,7 @@ def test_serve_answers_requests(wanted: dict[str, list[str]], tmp_path: Path) ->
         env = environment() | {"VLLM": f"{sys.executable} -m {program}"}
         server = subprocess.Popen(run, env=env, cwd=tmp_path, stdout=log, stderr=log)
     try:
-        for _ in range(300):
+        for _ in range(900):
             assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -146,7 +146,7 @@ def test_serve_answers_requests(wanted: dict[str, list[str]], tmp_path: Path) ->
         assert texts == wanted["constant"][:2]
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=600)
 
 
 def test_ray_data_llm_answers_a_dataset(wanted: dict[str, list[str]], tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_ray_data_llm_answers_a_dataset(wanted: dict[str, list[str]], tmp_path: 
     program = ROOT / "configs" / "recipes" / "vllm" / "ray_data_llm.py"
     run = [sys.executable, str(program), str(MODEL), str(ADAPTER), json.dumps(OPTIONS)]
     env = environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(run, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False)
+    done = subprocess.run(run, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"row"')]
     assert [answer["answer"].strip() for answer in answers] == wanted["constant"][: len(answers)] and len(answers) == 2

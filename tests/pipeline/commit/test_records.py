@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cli_command import wait_until
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import files_of, report
 from memory_folder import MemoryFolder, Stepped
@@ -99,7 +99,7 @@ def test_records_are_compacted_while_the_job_runs(folder: Folder, monkeypatch: p
     monkeypatch.setattr(compact, "__defaults__", (2,))
     commit_all(folder, SHARDS[:2])
     with compacting(folder, FINGERPRINT):
-        wait_until(lambda: folder.names(SEGMENTS), 20)
+        wait_until(lambda: folder.names(SEGMENTS))
         commit_all(folder, SHARDS[2:5])
     commit_all(folder, SHARDS[5:])
     assert "000005.json" in folder.names(COMMITS)
@@ -135,7 +135,7 @@ def test_a_segment_that_lacks_another_column_is_damaged(folder: Folder) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=35, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35)
 def test_each_shard_counts_once_after_any_deaths(one_at_a_time: None, data: st.DataObject) -> None:
     """Overlapping runs that compact and are killed between any two operations, followed by an undisturbed run."""
     root = MemoryFolder()
@@ -235,7 +235,7 @@ def run_as_told(folder: MemoryFolder) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -> None:
     folder = MemoryFolder(dict(outputs(data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([4, 6])))))
     before, damaged = dict(folder.files), [damage(folder, data) for _ in range(data.draw(st.integers(1, 3)))]

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray_free_run
-from cli_command import Command, assert_released, wait_until
-from fault_bench import SHARDS, Bench, Trial, digests
+from cli_command import HANGING_SECONDS, Command, assert_released, wait_until
+from fault_bench import SHARDS, Bench, Trial, digests, parts
 from in_process import files_of, job_config
 from in_process import parts as parts_of
 from part_builders import FINGERPRINT, part, part_stats
@@ -127,7 +127,7 @@ def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
         asleep.append(psutil.Process(int(zombies.stdout.readline())))
     before = []
     for zombie, (folder, where, _, _) in zip(asleep[1:], cases, strict=True):
-        wait_until(lambda zombie=zombie: zombie.status() == psutil.STATUS_STOPPED, 60)  # type: ignore[misc]
+        wait_until(lambda zombie=zombie: zombie.status() == psutil.STATUS_STOPPED)  # type: ignore[misc]
         if isinstance(folder, LocalFolder):
             clear_temporaries(folder)  # as the next run does
         first = commit(folder, SHARD, part(SHARD), part_stats(SHARD, node="alive"), FINGERPRINT)
@@ -138,7 +138,7 @@ def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
     time.sleep(1.1)  # the store's times are whole seconds
     for zombie in asleep[1:]:
         zombie.resume()
-    assert zombies.wait(timeout=60) == 0
+    assert zombies.wait(timeout=HANGING_SECONDS) == 0
     for (folder, where, says, result), was in zip(cases, before, strict=True):
         assert (where, result.read_text()) == (where, says)
         assert contents(folder) == was
@@ -229,17 +229,17 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Bench(folder, f"s3://bucket/{folder.name}", request.getfixturevalue("s3"))
 
 
-def ended(processes: ForkServerContext, job: JobConfig, after: float | None = None) -> float:
-    """Run the job to its end, or SIGKILL it after so many seconds; the seconds it lived."""
+def started(processes: ForkServerContext, job: JobConfig) -> ForkServerProcess:
     process = processes.Process(target=ray_free_run.run, args=(job.model_dump(exclude_none=True),))
     process.start()
-    began = time.monotonic()
-    process.join(60 if after is None else after)
-    if after is not None:
-        process.kill()
-        process.join()
-    else:
-        assert process.exitcode == 0
+    return process
+
+
+def ended(processes: ForkServerContext, job: JobConfig) -> float:
+    """Run the job to its end; how many seconds it took."""
+    began, process = time.monotonic(), started(processes, job)
+    process.join(HANGING_SECONDS)
+    assert process.exitcode == 0
     return time.monotonic() - began
 
 
@@ -254,11 +254,13 @@ def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: For
     unfinished = 0
     for seed in range(5 * TRIALS):
         job = bench.job()
-        for earlier in range(KILLS):
-            lived = ended(processes, job, chance.uniform(0, seconds))
+        for count in sorted(chance.choices(range(SHARDS), k=KILLS)):
+            process = started(processes, job)
+            wait_until(lambda: len(parts(bench.output(job))) >= count or not process.is_alive(), every=0.02)  # noqa: B023
+            process.join(chance.uniform(0, seconds / (SHARDS if count else 1)))
+            process.kill()
+            process.join()
             if "_SUCCESS" in bench.output(job).names():
-                # other work may have slowed the undisturbed run above
-                seconds = seconds if earlier else min(seconds, lived)
                 break
             unfinished += 1
         ended(processes, job)

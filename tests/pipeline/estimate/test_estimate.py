@@ -109,7 +109,7 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
     speeds = {"2x": inspected.schedule({"speedup": 2.0, "horizon": 3}), "1x": inspected.schedule({"speedup": 1.0})}
     others = {"1.5x": inspected.schedule({"speedup": 1.5, "horizon": 3})}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
-    _, further, calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 60.0)
+    _, further, calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 600.0)
     assert further == []  # one model serves all speeds
     for timed in calls.values():
         assert [call.rows for call in timed] == [14, 13, 13]

@@ -12,8 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from cli_command import HANGING_SECONDS, wait_until
 from in_process import job_values
 from memory_folder import MemoryFolder
+from moved_clock import Clock
 from part_builders import Commits, part_spec, shard_batch, shard_generator
 from prompt_specs import spec_of
 
@@ -86,6 +88,14 @@ def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_does_not_depend_on_the_shard_before(
     checkpoint: Path, shards: list[dict[str, Any]], drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock, step = Clock(), Engine.step
+    monkeypatch.setattr("pipeline.generate.stage.time", clock)
+
+    def stepped(self: Engine) -> Any:
+        clock.now += 1
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", stepped)
     alone, together = Commits(), Commits()
     for batch in shards:
         actor(checkpoint, alone)(batch)
@@ -101,7 +111,7 @@ def test_a_part_does_not_depend_on_the_shard_before(
         for name in ("rows", "answers", "prompt_tokens", "generated_tokens", "decode_steps", "layer_steps"):
             assert getattr(together.stats[shard], name) == getattr(alone.stats[shard], name)
     times = [(stats.started, stats.finished) for _, stats in sorted(together.stats.items())]
-    assert all(first[1] <= second[0] + 1e-3 for first, second in itertools.pairwise(times))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(times))
 
 
 def test_the_second_shard_begins_while_the_first_one_ends(
@@ -113,8 +123,8 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     queued: list[int] = []
 
     def watched(self: Engine) -> Any:
-        if not one.generator.calls._queue:
-            threading.Event().wait(0.02)  # the second thread prepares its rows
+        if not queued:
+            wait_until(lambda: one.generator.calls._queue, every=0.001)  # the second thread prepares its rows
         queued.append(len(one.generator.calls._queue))
         return step(self)
 
@@ -208,7 +218,7 @@ def test_the_engine_answers_the_second_shard_while_the_first_one_is_committed(
     class Slow(Commits):
         def __call__(self, shard: Shard, data: bytes, stats: ShardStats) -> None:
             if shard.index == 0:
-                assert answered.wait(20)
+                assert answered.wait(HANGING_SECONDS)
             else:
                 answered.set()
             super().__call__(shard, data, stats)

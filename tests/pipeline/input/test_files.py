@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_files import uploaded, write_rows
 
@@ -271,7 +271,7 @@ def test_the_version_changes_with_the_content(tmp_path: Path, s3: StorageConfig)
 
 
 @given(rows=st.integers(0, 9), group=st.integers(1, 4), limit=st.none() | st.integers(1, 12))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 def test_the_first_rows_whatever_the_row_groups(tmp_path: Path, rows: int, group: int, limit: int | None) -> None:
     texts, ids = [f"text {row}" for row in range(rows)], [[row] if row % 3 else None for row in range(rows)]
     table = pa.table({"text": pa.array(texts, pa.string()), "ids": pa.array(ids, pa.list_(pa.int64()))})

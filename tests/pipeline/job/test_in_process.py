@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_command import HANGING_SECONDS
 from in_process import job_config, parts, run_in_process
 
 from actors.engine.errors import UserError
@@ -21,6 +23,7 @@ from pipeline.commit.sink import check_output
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
 from pipeline.run import stages
+from pipeline.runtime.signals import interrupter
 
 ROWS = 24
 BAD = {5: "prompt is null", 13: "prompt of 201 tokens leaves no room in a context of 64"}
@@ -75,13 +78,24 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
 ) -> None:
     """A scheduler's process, in which another job runs, gets no signal; the other job ends as if alone."""
     monkeypatch.setattr("pipeline.commit.lease.BEAT_SECONDS", 0.05)
-    commit_shard = stages.commit_shard
+    commit_shard, told = stages.commit_shard, threading.Event()
+
+    def telling() -> Callable[[], None]:
+        interrupt = interrupter()
+
+        def lost() -> None:
+            interrupt()
+            told.set()
+
+        return lost
+
+    monkeypatch.setattr("pipeline.commit.lease.interrupter", telling)
 
     def lose_the_lease(*arguments: Any, folder: Any, **named: Any) -> Any:
         if folder.url.endswith("/loses"):
             leases = sorted(name for name in folder.names("_job/lease") if name.endswith(".json"))
             folder.create("_job/lease/000009.json", folder.read(f"_job/lease/{leases[-1]}"))
-            time.sleep(1)
+            assert told.wait(HANGING_SECONDS)
         return commit_shard(*arguments, folder=folder, **named)
 
     monkeypatch.setattr(stages, "commit_shard", lose_the_lease)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from in_process import answered_rows, files_of, job_config, report, run_in_process
+from moved_clock import Clock
 from ray_free_run import MadeUpParts
 from recorded_metrics import Recorded
 
@@ -200,12 +200,13 @@ def test_the_metrics_of_a_job_are_its_totals(tmp_path: Path, checkpoint: Path) -
     assert names == METRICS.keys() - DRIVER - STORE
 
 
-def test_the_driver_sets_the_jobs_gauges() -> None:
-    coordinator, recorded = Coordinator(), Recorded()
+def test_the_driver_sets_the_jobs_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, coordinator, recorded = Clock(), Coordinator(), Recorded()
+    monkeypatch.setattr("pipeline.report.progress.time", clock)
     with metrics.installed(recorded), shown_progress(coordinator, Workload(8, 1000, 1, 50)) as progress:
-        progress.seen.append((time.monotonic() - 10, RunProgress()))
+        progress.seen.append((clock.now - 10, RunProgress()))
         coordinator.begin(0)
         coordinator.ended(0, True, 100, 0, 500)
     assert recorded.gauges.keys() == DRIVER
     assert (recorded.gauges["job_rows"], recorded.gauges["job_rows_done"]) == (1000, 150)
-    assert recorded.gauges["eta_seconds"] == pytest.approx(85, rel=0.1)
+    assert recorded.gauges["eta_seconds"] == pytest.approx(85)

@@ -122,7 +122,6 @@ def config(inputs: Path, into: Path, checkpoint: Path, **changes: Any) -> JobCon
     return job_config(inputs, into, checkpoint, input={"id": "key"}, output={"keep": keep}, shard_rows=3, **changes)
 
 
-@pytest.mark.timeout(400)
 def test_a_folder_of_doubtful_files(in_process: None, checkpoint: Path, tmp_path: Path) -> None:
     inputs, output = tmp_path / "in", tmp_path / "out"
     inputs.mkdir()

@@ -59,7 +59,7 @@ def test_a_job_over_a_failing_store_writes_the_same_bytes(
     root = fill(s3, checkpoint, 20)  # four shards
     assert jobs.run(config(root, tmp_path / "out", s3, tmp_path / "a", max_new_tokens=4)).totals.rows == 20
     proxy.script = mixed(seed=7, share=0.15)
-    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=8)
+    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=60)
     outcome = jobs.run(config(root, f"{root}/out", storage, tmp_path / "b", max_new_tokens=4))
     assert outcome.totals.rows == 20 and outcome.totals.errors == 0
     assert parts_of(open_folder(f"{root}/out", s3)) == parts(tmp_path / "out")

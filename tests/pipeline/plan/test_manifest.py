@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import InProcess
 from memory_folder import MemoryFolder
@@ -207,7 +207,7 @@ def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path,
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None)
 def test_every_flipped_bit_of_a_plan_is_refused(saved_plan: dict[str, bytes], data: st.DataObject) -> None:
     """A shard that begins at another row would lose rows and repeat others, and nothing would notice."""
     folder = MemoryFolder(dict(saved_plan))

@@ -200,7 +200,7 @@ from pipeline.prepare.prompts import ERROR
 from pipeline.input.rows import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine
 from pipeline.storage.folder import LocalFolder
-stage.DEADLINE_SECONDS = stage.SECONDS_PER_ROW = 0.1
+stage.DEADLINE_SECONDS = 1.0
 forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 template = "{{ q }}{% if q == 'bad' %}" + forever + "{% endif %}"
 rows = to_ipc(pa.table({"q": ["good", "bad", "fine"]}))
@@ -221,7 +221,7 @@ for _ in range(8):
 def test_a_template_that_never_ends_costs_its_row_alone(checkpoint: Path, tmp_path: Path) -> None:
     """Its process ends at the deadline, and the next one prepares the shard again, as Ray does it."""
     command = [sys.executable, "-c", ENDLESS, str(checkpoint), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "Timeout" in done.stderr
     assert done.stdout == "[None, 'the process died 2 times while it worked on this row alone', None]\n", done.stderr
 

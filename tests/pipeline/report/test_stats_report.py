@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -14,8 +13,10 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_command import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from moved_clock import Clock
 from part_builders import (
     COUNTED,
     LAYERS,
@@ -319,20 +320,16 @@ def test_the_coordinator_counts_each_shard_once() -> None:
 
 
 def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.01)
-    coordinator = Coordinator()
     said: list[str] = []
-    written: list[str] = []  # what was read may end within a line
+    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "time", Clock())
+    monkeypatch.setattr(progress, "announce", lambda text, *_, **__: said.append(text))
+    coordinator = Mock(wraps=Coordinator())
 
     def wait_for(text: str) -> None:
-        until = time.monotonic() + 20
-        while not any(text in line for line in said):
-            assert time.monotonic() < until, said
-            written.append(capsys.readouterr().err)
-            said[:] = "".join(written).splitlines()
-            time.sleep(0.01)
+        wait_until(lambda: any(text in line for line in said), every=0.01)
 
     with progress.shown_progress(coordinator, Workload(8, 1000, 0, 0)):
         wait_for("starting workers")
@@ -346,8 +343,9 @@ def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_
         for example in ("…'a prompt' -> 'answer 1'", "…'a prompt' -> 'answer 2'"):
             coordinator.show(example)
             wait_for("example: …'a prompt' -> 'answer 1'")
-        time.sleep(0.1)
-    assert said[-2].endswith("elapsed: the first rows") and len(said) == 5  # each once, within ten seconds
+        read = coordinator.read.call_count
+        wait_until(lambda: coordinator.read.call_count > read + 3)
+        assert said[-2].endswith("elapsed: the first rows") and len(said) == 5  # each once, within ten seconds
 
 
 def test_errors_are_grouped_over_shards() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -35,11 +35,14 @@ def test_checks_are_announced_on_a_terminal_only(
 def test_a_phase_is_named_once_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def timers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
     with announced("reading a little"):
-        pass
+        [timer] = timers()
+    timer.join()
     monkeypatch.setattr(announce, "QUIET_SECONDS", 0.0)
     with announced("reading much"):
-        ends = time.monotonic() + 10
-        while not (said := capsys.readouterr().err) and time.monotonic() < ends:
-            time.sleep(0.01)
-    assert said == "reading much ...\n"
+        for timer in timers():
+            timer.join()
+    assert capsys.readouterr().err == "reading much ...\n"

@@ -43,7 +43,8 @@ from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import STORE_ERRORS, Folder, ObjectFolder, open_folder
 from pipeline.storage.parquet import parquet_bytes
 
-BUDGET = 6.0  # seconds; waits begin at up to 0.01 s
+pytestmark = pytest.mark.usefixtures("clock")
+BUDGET = 6.0  # seconds
 NAMES = {RESET: "reset", RESET_BODY: "reset in the request", LOST_ANSWER: "lost answer", RESET_ANSWER: "reset answer"}
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_folder import MemoryFolder, outcome
 
@@ -106,7 +106,7 @@ STEPS = st.tuples(st.sampled_from(["create", "replace", "remove", "read"]), st.s
 
 
 @given(st.lists(STEPS, max_size=9))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 def test_a_folder_is_a_dictionary_of_names(folder: Folder, steps: list[tuple[str, str, bytes]]) -> None:
     """As the folder in memory, on which other tests rely, is one."""
     model = MemoryFolder()
