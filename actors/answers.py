@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import FinishReason
-from actors.tool_calls import ToolCall
 
 Column = NDArray[Any]
 # name -> type of the answer columns in each job's output, and in each batch that `Generator` returns
@@ -33,7 +32,6 @@ OPTIONAL_TYPES = {  # name -> type of the columns that only some jobs ask for
     "logprobs": pa.list_(_TOKEN_LOGPROBS),
     "choice_probability": pa.float64(),
     "reasoning": pa.string(),
-    "tool_calls": pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])),
 }
 
 
@@ -48,7 +46,6 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[str] | None = None
     output_format: OutputFormat | None = None
-    tools: bool = False  # whether the prompt offers tools that an answer may call
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,6 @@ class Answer:
     logprobs: list[dict[str, Any]] | None  # one entry per token, see `TokenLogprob.to_dict`
     choice_probability: float | None  # probability of the chosen label among all labels; None without choices
     reasoning: str | None = None  # the model's thinking, which came before the text
-    # tool calls in the answer; the text omits them. None if no tools are offered, or if the calls cannot be read
-    tool_calls: list[ToolCall] | None = None
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:

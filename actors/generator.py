@@ -362,7 +362,7 @@ class Generator:
         """Convert the completion of `request`, which must have tokens, to an Answer."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
-        answer = Answer(
+        return Answer(
             row=row,
             sample_index=sample,
             generated_text=text,
@@ -377,7 +377,6 @@ class Generator:
             choice_probability=completion.choice_probability,
             reasoning=reasoning,
         )
-        return self.builder.with_calls(answer) if prompt.tools else answer
 
     def _requests(self, prompt: Prompt) -> list[Request]:
         """Return one request for each of the row's `n` answers. Raises UserError if the row cannot be answered."""

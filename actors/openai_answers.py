@@ -39,15 +39,13 @@ def completion_body(
     is_chat = url == CHAT
     choices = []
     for answer in answers:
-        text, index, calls = answer["generated_text"], answer["sample_index"], answer.get("tool_calls") or ()
+        text, index = answer["generated_text"], answer["sample_index"]
         content = {"role": "assistant", "content": text, "refusal": None} if is_chat else {"text": text}
-        if calls:
-            content |= {"content": text or None, "tool_calls": shown_calls(calls, f"{key}-{index}")}
         if answer.get("reasoning") is not None:
             content["reasoning_content"] = answer["reasoning"]
         finish = {
             "logprobs": shown_logprobs(url, answer.get("logprobs")),
-            "finish_reason": "tool_calls" if calls else answer["finish_reason"],
+            "finish_reason": answer["finish_reason"],
         }
         choices.append({"index": index, **({"message": content} if is_chat else content), **finish})
     return {
@@ -96,10 +94,3 @@ def error_body(message: str, status: int, code: str | None = None) -> dict[str, 
     """Return the body of an error response with an HTTP status. code: error code for programs."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
-    """Convert tool calls to OpenAI's format. key: text that the ids of the calls contain."""
-    return [
-        {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
-    ]

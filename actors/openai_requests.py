@@ -6,14 +6,12 @@ not define are taken from vLLM's server.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError, suggestion
-from actors.tool_calls import forced_call, form_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = (CHAT, TEXT)
@@ -27,7 +25,8 @@ _NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logit_bias": ({},),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
@@ -42,29 +41,12 @@ _OF_TEXT = ("prompt", "echo", "suffix", "best_of")  # keys that only a completio
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A parsed request body. The prompt's type has been checked; other values have not."""
+    """A parsed request body. The prompt's type and the output format have been checked; other values have not."""
 
     messages: Any  # the messages of a chat; None for a completion
     prompt: str | list[int] | None  # the prompt of a completion; None for a chat
     sampling: dict[str, Any]  # sampling parameters that the body sets, named as in `SamplingParams`
     output_format: OutputFormat | None = None
-    tools: str | None = None  # tools that a chat offers, as JSON, in which `checked_tools` keeps nulls
-    tool_choice: Any = None  # OpenAI's `tool_choice` if the answer must call tools, else None
-
-    def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
-        """Return the format that the answer must have: an output format, or tool calls. None: free text.
-
-        Raises UserError if the output format or `tool_choice` is not supported.
-
-        Args:
-            tools: the request's tools, as `checked_tools` returns them.
-            tokenizer: the model's tokenizer, whose chat template defines the format of tool calls.
-        """
-        if self.tool_choice is not None:
-            return forced_call(tools, self.tool_choice, form_of(tokenizer))
-        if self.output_format is not None:
-            self.output_format.check()
-        return self.output_format
 
 
 def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) -> CompletionRequest:
@@ -75,13 +57,13 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
     if url not in ENDPOINTS:
         raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
     given = {name: value for name, value in body.items() if value is not None}
-    if isinstance(given.get("tool_choice"), Mapping) and given.get("parallel_tool_calls") is False:
-        del given["parallel_tool_calls"]  # a named function is called only once
     foreign = _OF_TEXT if url == CHAT else _OF_CHAT
     known = {*_SAME, *_RENAMED, *_NO_EFFECT, *_ONLY, *_OF_CHAT, *_OF_TEXT, "logprobs"} - {*foreign}
     for name, value in given.items():
         if name not in known:
             raise UserError(f"body: {name} is not supported; {suggestion(name, sorted({*known, *others} - {*_ONLY}))}")
+        if name == "tools" and value != []:
+            raise UserError("body: tools are not supported here: put them into a column that input.tools names")
         if name in _ONLY and not any(value == one and type(value) is type(one) for one in _ONLY[name]):
             raise UserError(f"body: {name} = {value!r} is not supported: leave it out")
     if not isinstance(given.get("model", ""), str):
@@ -99,15 +81,7 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
         return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
     if "messages" not in given:
         raise UserError("body: messages is missing")
-    form, choice = _form(given.get("response_format", {})), given.get("tool_choice", "auto")
-    tools = None if choice == "none" else given.get("tools")
-    forced = None if choice in ("none", "auto") else choice
-    if forced is not None and not tools:
-        raise UserError(f"body: tool_choice = {choice!r} needs tools")
-    if form is not None and tools:
-        raise UserError("body: response_format cannot be combined with tools: a tool call has another format")
-    tools = None if tools in (None, []) else json.dumps(tools)
-    return CompletionRequest(given["messages"], None, sampling, form, tools, forced)
+    return CompletionRequest(given["messages"], None, sampling, _form(given.get("response_format", {})))
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
@@ -121,7 +95,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _form(given: Any) -> OutputFormat | None:
-    """Return the output format that a `response_format` asks for; None for plain text."""
+    """Return the checked output format that a `response_format` asks for; None for plain text."""
     kind = given.get("type", "text") if isinstance(given, Mapping) else None
     if kind == "text":
         return None
@@ -132,7 +106,9 @@ def _form(given: Any) -> OutputFormat | None:
     named = given.get("json_schema")
     if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
         raise UserError("body: response_format.json_schema.schema must be an object")
-    return OutputFormat.of({"json_schema": named["schema"]})
+    form = OutputFormat.of({"json_schema": named["schema"]})
+    form.check()
+    return form
 
 
 def _prompt(prompt: Any) -> str | list[int]:

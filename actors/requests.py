@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from actors.answers import Answer, Prompt
+from actors.answers import Prompt
 from actors.control_tokens import control_tokens, one_bos, special_tokens
 from actors.engine.constraints.constraint import Constraint
 from actors.engine.constraints.grammar import GrammarCompiler
@@ -17,7 +17,6 @@ from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.engine.errors import UserError, flat
 from actors.engine.sampling.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, check_compatible, row_key
-from actors.tool_calls import form_of, split_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,8 +128,6 @@ class RequestBuilder:
             constraint = self._constraint(form)
             if isinstance(constraint, AfterReasoning) and constraint.reasoning.is_over(self._end(prompt.ids)):
                 constraint = constraint.inner
-        if prompt.tools:
-            form_of(self.tokenizer)
         ending = None
         if params.stop:
             start = self.answer_start(prompt.ids)
@@ -257,14 +254,3 @@ class RequestBuilder:
                 "white space, so a higher max_new_tokens would not help"
             )
         return error
-
-    def with_calls(self, answer: Answer) -> Answer:
-        """Move tool calls from an answer's text to `tool_calls`. If they cannot be read, set `error` instead.
-
-        Before, `requests` must have been called for the row: it checks that the format of tool calls is supported.
-        """
-        try:
-            text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))
-        except ValueError as error:
-            return replace(answer, error=answer.error or str(error))
-        return replace(answer, generated_text=text, tool_calls=calls)

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +131,14 @@ def check_port(http: HttpConfig) -> None:
             raise UserError(f"http: cannot listen on {where}: {flat(error.strerror)}; change host or port") from None
 
 
-def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
+def render(tokenizer: Any, messages: Any) -> tuple[str, int]:
     """Render a chat as a job does. Return the prompt and the number of its control tokens (see `ControlTokens.prompt`).
 
     Raises UserError if messages are wrong, or if the chat template refuses them.
     """
     if tokenizer.chat_template is None:
         raise UserError("this model has no chat template; use /v1/completions")
-    return render_chat(tokenizer, Chat(now=time.time()), read_messages(messages), tools)
+    return render_chat(tokenizer, Chat(now=time.time()), read_messages(messages))
 
 
 def build(args: dict[str, str]) -> Application:

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.engine.errors import UserError, flat
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason
-from actors.openai_answers import completion_body, error_body, shown_calls, shown_logprobs, usage
+from actors.openai_answers import completion_body, error_body, shown_logprobs, usage
 from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.loop import ClientGone, Closed, Event, OnlineLoop, QueueFull, Submission, wake
 from actors.serving.model import Call, ServedModel
@@ -269,8 +269,8 @@ class Chunks:
         text, thinking = self._texts[index].push(event.tokens)
         if event.completion is not None:
             done = finished(self._model, self._call, index, event.completion)
-            finish, calls = done["finish_reason"], done["tool_calls"]
-            rest = self._texts[index].finish(done["generated_text"], done["reasoning"], has_calls=bool(calls))
+            finish = done["finish_reason"]
+            rest = self._texts[index].finish(done["generated_text"], done["reasoning"])
             text, thinking = text + rest[0], thinking + rest[1]
             self._tokens += done["generated_tokens"]
         if index not in self._sent and self._is_chat:
@@ -283,10 +283,6 @@ class Chunks:
             return
         thought = {"reasoning_content": thinking} if thinking else {}
         delta: dict[str, Any] = {**({"content": text} if text else {}), **thought}
-        if done is not None and calls:
-            shown = shown_calls(calls, f"{self._key}-{index}")
-            delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(shown)]
-            finish = "tool_calls"
         content = {"delta": delta} if self._is_chat else {"text": text, **thought}
         yield self._chunk(index, content, shown_logprobs(self._url, logprobs, offset), finish)
 

@@ -20,11 +20,10 @@ from actors.generator import Generator
 from actors.openai_requests import CHAT, TEXT, CompletionRequest, read_request
 from actors.serving.loop import OnlineLoop
 from actors.serving.texts import AnswerStream
-from actors.tool_calls import checked_tools, form_of
 
 MAX_PROMPTS = 256  # maximum number of prompts in one request
-# (tokenizer, messages of a body, checked tools) -> result of `ControlTokens.prompt`
-Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
+# (tokenizer, messages of a body) -> result of `ControlTokens.prompt`
+Render = Callable[[Any, Any], tuple[str, int]]
 
 
 class _StreamOptions(BaseModel):
@@ -125,8 +124,8 @@ class ServedModel:
         requests = [read_request(url, each, _ServerKeys.model_fields) for each in bodies]
         schedule, (labels, form) = None if keys.speed is None else self._schedule_at(keys.speed), keys.labels_and_form()
         if form is not None:
-            if any(request.output_format is not None or request.tools for request in requests):
-                raise UserError("body: structured_outputs cannot be combined with response_format or tools")
+            if any(request.output_format is not None for request in requests):
+                raise UserError("body: structured_outputs cannot be combined with response_format")
             requests = [replace(request, output_format=form) for request in requests]
         prompts = [self._prompt(number, request, labels) for number, request in enumerate(requests)]
         rows: list[Request] = []
@@ -143,13 +142,12 @@ class ServedModel:
         return Call(rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, owners, tokens)
 
     def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
-        tools = checked_tools(request.tools)
-        form = request.checked_form(tools, self.tokenizer)
-        if labels is not None and (form is not None or tools):
-            raise UserError("body: choices cannot be combined with response_format or tools")
+        form = request.output_format
+        if labels is not None and form is not None:
+            raise UserError("body: choices cannot be combined with response_format")
         if request.prompt is None:
-            ids = self._builder.chat_ids(*self._render(self.tokenizer, request.messages, tools))
-            prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens", tools=bool(tools))
+            ids = self._builder.chat_ids(*self._render(self.tokenizer, request.messages))
+            prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens")
         else:
             prompt = self._builder.prompt(request.prompt)
         # with a seed, equal requests get equal answers; without a seed, each request gets other random numbers
@@ -172,7 +170,6 @@ class ServedModel:
             marks=builder.reasoning,
             begun=builder.begins_thinking(row),
             text_at_end=thinks_first or has_label,
-            calls=form_of(self.tokenizer) if prompt.tools else None,
         )
 
 

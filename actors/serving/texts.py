@@ -1,4 +1,4 @@
-"""Streams an answer's text while its tokens are generated. Separates thinking and tool calls from the text."""
+"""Streams an answer's text while its tokens are generated. Separates thinking from the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.sampling.stopping import StopStrings
 from actors.openai_answers import REPLACEMENT
-from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 
 
 @dataclass(eq=False)
@@ -16,7 +15,7 @@ class AnswerStream:
     """Cuts a growing answer into parts (text, thinking). The parts add up to the whole text and the whole thinking.
 
     Output that may still change is held back: bytes of an incomplete character, and text that may become a stop string
-    or a delimiter. Text that may be a tool call is held back until the answer ends, except white space around it.
+    or a delimiter.
     Thinking without a start delimiter is sent as text, because only the later end delimiter shows that it is thinking.
     """
 
@@ -29,7 +28,6 @@ class AnswerStream:
     # whether to send the text only when the answer has ended. Needed for labels, and if one token may hold both the end
     # of the thinking and the beginning of the answer
     text_at_end: bool = False
-    calls: ToolFormat | None = None  # format of tool calls; None: no tools are offered
     _ids: list[int] = field(default_factory=list, init=False)
     # `_decoded` is the text of the tokens before index `_read`; the next decoding begins at index `_first`
     _first: int = field(default=0, init=False)
@@ -50,26 +48,16 @@ class AnswerStream:
         text, thinking = (raw, "") if self.marks is None else self._split(raw, self.marks)
         if self.text_at_end:
             text = ""
-        elif self.calls is not None:
-            text = text[: _before_calls(text, self.calls)]
-        return self._part(text, thinking, len(self._sent_text))
+        return self._part(text, thinking)
 
-    def finish(self, text: str, thinking: str | None = None, *, has_calls: bool = False) -> tuple[str, str]:
-        """Return the last part of text and thinking.
-
-        Args:
-            text: The answer's whole text, without tool calls.
-            thinking: The answer's whole thinking.
-            has_calls: Whether the answer calls tools.
-        """
+    def finish(self, text: str, thinking: str | None = None) -> tuple[str, str]:
+        """Return the last part of text and thinking. text, thinking: those of the whole answer."""
         thinking = thinking or ""
         head, thinking = (thinking, "") if self._is_plain else ("", thinking)  # head: thinking that was sent as text
-        behind = self._sent_text[len(head) :]
-        blank = len(behind) - len(behind.lstrip()) if has_calls else 0  # `text` begins without this white space
-        return self._part(head + text, thinking, len(self._sent_text) - blank)
+        return self._part(head + text, thinking)
 
-    def _part(self, text: str, thinking: str, sent: int) -> tuple[str, str]:
-        part = text[sent:], thinking[len(self._sent_thinking) :]
+    def _part(self, text: str, thinking: str) -> tuple[str, str]:
+        part = text[len(self._sent_text) :], thinking[len(self._sent_thinking) :]
         self._sent_text, self._sent_thinking = text, thinking
         return part
 
@@ -92,15 +80,6 @@ class AnswerStream:
         if not end:
             before = before[: len(before) - _overlap(before, marks.end)]
         return (before + after, "") if self._is_plain else (after, before)
-
-
-def _before_calls(text: str, form: ToolFormat) -> int:
-    """Return how many characters of `text` precede a tool call, or a suffix that may become a tool call."""
-    if form == "hermes":
-        found = text.find(BEGIN)
-        return len(text) - _overlap(text, BEGIN) if found < 0 else found
-    head = text.lstrip()
-    return 0 if head[:1] in ("", "{") or PYTHON_TAG.startswith(head[: len(PYTHON_TAG)]) else len(text)
 
 
 def _overlap(text: str, mark: str) -> int:

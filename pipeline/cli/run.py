@@ -133,10 +133,8 @@ def try_rows(
                 depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
                 share = answer.choice_probability
                 sure = "" if share is None else f", probability among the choices {share:.2f}"
-                calls = [f"  call: {call['name']} {call['arguments']}" for call in answer.tool_calls or ()]
                 lines += [
                     f"  {name}: {answer.generated_text}",
-                    *calls,
                     f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
                 ]
             typer.echo("\n".join(filter(None, lines)))

@@ -104,7 +104,7 @@ class InputConfig(Section):
     tools: str | None = Field(
         None,
         description="column with tools for the chat template, as a list or as JSON text: [{type: function, "
-        "function: {name, description, parameters}}]; null: no tools. The model's tool calls go to a column tool_calls",
+        "function: {name, description, parameters}}]; null: no tools. Calls stay in the answer as text",
     )
     continue_final: bool = Field(
         False, description="if a chat ends with an assistant's message, the answer continues that message"

@@ -353,6 +353,4 @@ class JobConfig(Section):
             raise UserError("give choices or output_format, not both")
         for name in filter(forms.get, forms):
             check_compatible(name, self.sampling.params())
-        if self.input.tools is not None and any(forms.values()):
-            raise UserError("input.tools cannot be combined with choices or output_format; a tool call fits neither")
         return self

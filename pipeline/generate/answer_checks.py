@@ -41,9 +41,8 @@ def repeats_itself(text: str) -> bool:
 
 
 def texts_of(answers: Iterable[Answer]) -> list[str]:
-    """Return the texts of answers without an error. For an answer with only tool calls, return the calls as text."""
-    answered = [answer for answer in answers if answer.finish_reason != "error"]
-    return [answer.generated_text or str(answer.tool_calls or "") for answer in answered]
+    """Return the texts of answers without an error."""
+    return [answer.generated_text or "" for answer in answers if answer.finish_reason != "error"]
 
 
 def count_answers(texts: Sequence[str]) -> dict[str, Any]:

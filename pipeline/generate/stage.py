@@ -31,7 +31,7 @@ from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats, ratio
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import Shard
-from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
+from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 EXAMPLE_SECONDS = 20.0  # minimum seconds between two example answers of an actor
@@ -64,7 +64,7 @@ class Worker:
 
 def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
     """Convert the rows of a prepared shard to prompts for `Generator`."""
-    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, TOOLS)]
+    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM)]
     return [
         Prompt(
             ids,
@@ -74,9 +74,8 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
             json.loads(sampling) if sampling else {},
             choices,
             OutputFormat(**form) if form else None,
-            bool(tools),
         )
-        for row, (ids, error, sampling, choices, form, tools) in enumerate(zip(*columns, strict=True))
+        for row, (ids, error, sampling, choices, form) in enumerate(zip(*columns, strict=True))
     ]
 
 
@@ -252,7 +251,7 @@ class ShardGenerator:
             return
         self._shown = time.monotonic()
         prompt = self.generator.tokenizer.decode(list(asked[answer.row].ids[-EXAMPLE_TOKENS:]))
-        text = answer.generated_text or str(answer.tool_calls or "")
+        text = answer.generated_text or ""
         self.coordinator.show(f"…{prompt[-EXAMPLE_CHARS:]!r} -> {text[:EXAMPLE_CHARS]!r}")
 
 

@@ -155,9 +155,6 @@ def _counts(part: pa.Table) -> dict[str, Any]:
     @cache
     def checks() -> dict[str, Any]:
         texts = [text or "" for text in answered["generated_text"].to_pylist()]
-        if "tool_calls" in part.column_names:  # an answer may be a tool call without text
-            calls = answered["tool_calls"].to_pylist()
-            texts = [text or str(call or "") for text, call in zip(texts, calls, strict=True)]
         return count_answers(texts)
 
     return {

@@ -59,7 +59,6 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
         "logprobs": config.sampling.logprobs is not None or config.input.is_batch,
         "choice_probability": bool(config.choices or config.input.choices),
         "reasoning": config.reasoning is not None,
-        "tool_calls": config.input.tools is not None or config.input.is_batch,
     }
     return tuple(name for name in OPTIONAL_TYPES if written[name])
 

@@ -1,4 +1,4 @@
-"""Reads a row's chat messages, and joins them with the job's system message and examples."""
+"""Reads a row's chat messages and tools, and joins the messages with the job's system message and examples."""
 
 from __future__ import annotations
 
@@ -136,6 +136,49 @@ def _part(name: str, part: Any) -> str:
     if not isinstance(text, str):
         raise UserError(f"{name} has a part without text")
     return text
+
+
+def check_tools(tokenizer: Any) -> None:
+    """Raise UserError if the tokenizer's chat template cannot offer tools to the model."""
+    try:
+        template = tokenizer.get_chat_template(tools=[{}])
+    except ValueError:
+        raise UserError("tools: the tokenizer has no chat template, so it cannot take tools") from None
+    if "tools" not in template:
+        raise UserError("tools: the chat template does not support tools: leave tools out, or use another model")
+
+
+def checked_tools(value: Any) -> list[dict[str, Any]]:
+    """Check a row's tools. Return them as a list of {"type": "function", "function": {"name": …, …}}.
+
+    value: a list of tools, or its JSON text, or None for no tools. Null fields are dropped from a list, but kept in
+    JSON text. Raises a UserError with the number of the wrong tool, counted from 1.
+    """
+    if value is None:
+        return []
+    value = from_json(value, "tools") if isinstance(value, str) else without_nulls(value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
+    tools: list[dict[str, Any]] = []
+    for number, tool in enumerate(value, 1):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise UserError(f'tool {number} must be {{"type": "function", "function": object}}')
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise UserError(f"tool {number} has no name")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise UserError(f"tool {number}: parameters must be an object")
+        tools.append({"type": "function", **tool})
+    return tools
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop null fields at any depth: a column of structs has all fields in each row, and unused fields are null."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for reasoning; templates read the first or the second

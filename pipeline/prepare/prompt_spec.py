@@ -14,12 +14,11 @@ from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.model.end_tokens import end_tokens, settings_not_followed
 from actors.engine.types import SamplingParams
-from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig
 from pipeline.messages import counted
-from pipeline.prepare.chat import Chat, check_chat
+from pipeline.prepare.chat import Chat, check_chat, check_tools
 from pipeline.prepare.row_settings import BATCH_COLUMNS
 from pipeline.prepare.templates import is_template, template_columns
 from pipeline.prepare.tokenizer import Source, known_tokenizer, longest, shown_path, tokenize_labels, tokenizer_of
@@ -80,7 +79,7 @@ def check_spec(spec: PromptSpec) -> None:
     if spec.chat is not None and not (spec.input.is_batch and tokenizer.chat_template is None):
         check_chat(tokenizer, spec.chat, shown_path(spec.checkpoint))
     if spec.input.tools is not None:
-        form_of(tokenizer)
+        check_tools(tokenizer)
     outside = [token for token in spec.sampling.stop_token_ids if token >= spec.vocab_size]
     if outside:
         raise UserError(f"sampling.stop_token_ids: {outside[0]} lies outside the vocabulary of {spec.vocab_size}")

@@ -19,11 +19,10 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams, check_compatible
 from actors.openai_requests import CompletionRequest
-from actors.tool_calls import checked_tools, form_of, without_nulls
 from pipeline.config.forms import check_labels
 from pipeline.input import schema
 from pipeline.messages import counted, is_unicode, one_line
-from pipeline.prepare.chat import read_messages, render_chat
+from pipeline.prepare.chat import checked_tools, read_messages, render_chat, without_nulls
 from pipeline.prepare.prompt_spec import PromptSpec, read_names
 from pipeline.prepare.row_settings import column_overrides, own_sampling, read_batch_row, read_overrides
 from pipeline.prepare.templates import render
@@ -34,7 +33,6 @@ TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` keeps at most this man
 PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
 # added columns with a row's own settings: sampling parameters (canonical JSON), labels, answer format
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
-TOOLS = "__tools"  # added column: true if the prompt offers tools to the model
 CONTROL_TOKENS = "__control_tokens"  # added column: number of control tokens in the row's values that stay tokens
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
@@ -42,7 +40,6 @@ ADDED = {
     SAMPLING: pa.string(),
     CHOICES: pa.list_(pa.string()),
     FORM: pa.struct([("kind", pa.string()), ("text", pa.string()), ("after", pa.bool_())]),
-    TOOLS: pa.bool_(),
     CONTROL_TOKENS: pa.int32(),
 }
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # raised for Arrow values such as the year 300,000
@@ -57,7 +54,6 @@ class Row:
         is_chat: Whether a chat template makes the prompt, including its special tokens.
         control_tokens: Number of control tokens in the row's values that stay tokens (`input.special_tokens: parse`).
         is_marked: Whether the prompt holds marked control tokens, which must become plain text (see `ControlTokens`).
-        tools: Whether the prompt offers tools to the model.
     """
 
     prompt: str | list[int] = ""
@@ -69,7 +65,6 @@ class Row:
     is_chat: bool = False
     control_tokens: int = 0
     is_marked: bool = False
-    tools: bool = False
     error: str | None = None
 
 
@@ -108,7 +103,6 @@ def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
         SAMPLING: [row.sampling for row in rows],
         CHOICES: [row.choices for row in rows],
         FORM: [None if row.form is None else asdict(row.form) for row in rows],
-        TOOLS: [row.tools or None for row in rows],
         CONTROL_TOKENS: [row.control_tokens or None for row in rows],
     }
     for name, kind in ADDED.items():
@@ -145,18 +139,14 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
         raise UserError(f"not UTF-8: {values}")
     if isinstance(values, Exception):
         raise UserError(f"cannot be read: {one_line(values)}")
-    section, tokenizer = spec.input, tokenizer_of(spec.checkpoint)
+    section = spec.input
     request = read_batch_row(values) if section.is_batch else None
-    offered = request.tools if request is not None else values[section.tools] if section.tools else None
-    tools = checked_tools(offered)
-    if tools:
-        form_of(tokenizer)
-    _set_prompt(row, values, request, tools, spec)
+    _set_prompt(row, values, request, spec)
     if request is not None:
         changes = request.sampling
         if request.output_format is not None and spec.choices:
             raise UserError("body: response_format cannot be combined with the job's choices")
-        row.form = request.checked_form(tools, tokenizer)
+        row.form = request.output_format
     else:
         own = section.sampling or {}
         changes = read_overrides(values[own]) if isinstance(own, str) else column_overrides(values, own)
@@ -171,18 +161,9 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
         check_compatible("choices", row.params)
     if row.form is not None or spec.output_format is not None:
         check_compatible("output_format", row.params)
-    if tools and (row.choices or spec.choices or spec.output_format):
-        raise UserError("tools cannot be combined with choices or output_format: a tool call fits neither")
-    row.tools = bool(tools)
 
 
-def _set_prompt(
-    row: Row,
-    values: Mapping[str, Any],
-    request: CompletionRequest | None,
-    tools: list[dict[str, Any]],
-    spec: PromptSpec,
-) -> None:
+def _set_prompt(row: Row, values: Mapping[str, Any], request: CompletionRequest | None, spec: PromptSpec) -> None:
     """Set the row's prompt. Control tokens in the row's values stay tokens, or are marked to become plain text."""
     section, template, tokenizer = spec.input, spec.input.template, tokenizer_of(spec.checkpoint)
     content: Any = None
@@ -205,7 +186,7 @@ def _set_prompt(
     parses = section.special_tokens == "parse" or (is_whole and section.special_tokens is None)
     if row.is_chat:
         assert spec.chat is not None
-        chat = spec.chat.rendered(values)
+        chat, tools = spec.chat.rendered(values), checked_tools(values[section.tools] if section.tools else None)
         row.prompt, count = render_chat(tokenizer, chat, read_messages(messages), tools, parse=parses)
     elif template is not None:
         rendered = partial(render, template)

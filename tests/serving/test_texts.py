@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,8 @@ from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.sampling.stopping import StopStrings
 from actors.serving.texts import AnswerStream
-from actors.tool_calls import ToolFormat, split_calls
 
-PIECES = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    '{"name": "f", "arguments": {"a": 1}}',
-    "</tool_call>",
-    "<",
-    "yes ",
-    " \n",
-]
+PIECES = ["<think>", "</think>", "<", "yes ", " \n"]
 
 
 @pytest.fixture(scope="module")
@@ -72,37 +61,27 @@ def test_a_stop_string_in_the_thinking_ends_no_streamed_text() -> None:
     assert "".join(stream.push([ord(one)])[0] for one in "a.b</think>so. No") == "a.b</think>so"
 
 
-@example(["yes ", "<tool_call>", PIECES[3], "</tool_call>", "yes "], [1] * 60, None, False, "hermes")
-@example([" \n", "</think>", "yes ", "<tool_call>", PIECES[3]], [1] * 60, Reasoning(), False, "hermes")
+@example([" \n", "</think>", "yes "], [1] * 60, Reasoning(), False)
 @settings(max_examples=300)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=7),
     st.lists(st.integers(1, 9), max_size=30),
     st.sampled_from([None, Reasoning()]),
     st.booleans(),
-    st.sampled_from([None, "hermes", "llama3_json"]),
 )
-def test_parts_joined_are_thinking_and_text_without_calls(
-    pieces: list[str], cuts: list[int], marks: Reasoning | None, begun: bool, form: ToolFormat | None
+def test_parts_joined_are_thinking_and_text(
+    pieces: list[str], cuts: list[int], marks: Reasoning | None, begun: bool
 ) -> None:
     """The answer comes in pieces of `cuts` characters."""
-    raw, place, parts, calls = "".join(pieces), 0, list[tuple[str, str]](), list[Any]()
-    stream = AnswerStream(characters, marks=marks, begun=begun, calls=form)
+    raw, place, parts = "".join(pieces), 0, list[tuple[str, str]]()
+    stream = AnswerStream(characters, marks=marks, begun=begun)
     for cut in [*cuts, len(raw)]:
         parts.append(stream.push([ord(character) for character in raw[place : place + cut]]))
         place += cut
-    assert form != "hermes" or "<tool_call>" not in "".join(part[0] for part in parts)
     thinking, text = (None, raw) if marks is None else marks.split(raw, begun=begun)
-    if form is not None:
-        with suppress(ValueError):
-            text, calls = split_calls(text, form)
-    parts.append(stream.finish(text, thinking, has_calls=bool(calls)))
+    parts.append(stream.finish(text, thinking))
     got = ["".join(part) for part in zip(*parts, strict=True)]
     want = [text, thinking or ""]
     if marks is not None and not begun and not raw.lstrip().startswith(marks.start):
         want = [(thinking or "") + text, ""]  # only its end has told that it was thinking
-        if form == "llama3_json" and thinking and calls:
-            return  # a call behind such thinking is sent as text too
-    if calls:  # `split_calls` strips the text, also behind thinking that was sent as text
-        got[0], want[0] = ("".join(one.split()) if thinking else one.strip() for one in (got[0], want[0]))
     assert got == want

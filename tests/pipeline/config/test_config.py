@@ -89,10 +89,6 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(model=3, shard_rows="x"), r"model must be a section with .*keys model` \(and 1 more problem\)$"),
         (merged(reasoning="on"), r"reasoning must be 'auto' or a section with keys of its own"),
         (
-            merged(input={"chat": True, "tools": "t"}, choices=["a", "b"]),
-            r"input\.tools cannot be combined with choices or output_format",
-        ),
-        (
             merged(output_format={"json_schema": {"not": {}}}),
             r'output_format: json_schema: Unimplemented keys: \["not"\]',
         ),

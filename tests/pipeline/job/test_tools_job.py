@@ -14,10 +14,8 @@ from in_process import job_values, run_and_read
 from openai.types.chat import ChatCompletion
 from prompt_specs import spec_of
 
-from actors import requests
 from actors.engine.errors import UserError
 from actors.engine.model.loading import load_tokenizer
-from actors.engine.types import row_key
 from actors.requests import RequestBuilder
 from pipeline.prepare.chat import Chat, read_messages, render_chat
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
@@ -97,82 +95,38 @@ def test_a_call_in_structs_has_its_own_arguments_alone(tool_checkpoint: Path) ->
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_calls_are_a_column_of_structs(model_says: None, tmp_path: Path, tool_checkpoint: Path, as_text: bool) -> None:
+def test_calls_stay_in_the_text(model_says: None, tmp_path: Path, tool_checkpoint: Path, as_text: bool) -> None:
     offered = [TOOLS, TOOLS, TOOLS, TOOLS, None]
     column = [None if one is None else json.dumps(one) for one in offered] if as_text else offered
     rows = run_and_read(values(tmp_path, tool_checkpoint, column))
-    call = [{"name": "find", "arguments": '{"place": "Zizzi"}'}]
-    assert [row["tool_calls"] for row in rows] == [call, call, [], None, None]
-    assert [row["generated_text"] for row in rows] == ["Let me see.", "", "no call", SAID[3], SAID[0]]
-    assert [row["error"] is None for row in rows] == [True, True, True, False, True]
-    assert rows[3]["error"].startswith("tool call 1: ") and rows[4]["prompt_tokens"] < rows[0]["prompt_tokens"]
+    assert [row["generated_text"] for row in rows] == [*SAID, SAID[0]]
+    assert [row["error"] for row in rows] == [None] * 5 and "tool_calls" not in rows[0]
+    assert rows[4]["prompt_tokens"] < rows[0]["prompt_tokens"]
 
 
 def test_rows_with_wrong_tools_have_errors(model_says: None, tmp_path: Path, tool_checkpoint: Path) -> None:
     column = ["{", json.dumps(TOOLS), '[{"type": "x"}]']
     rows = run_and_read(values(tmp_path, tool_checkpoint, column))
     assert rows[0]["error"].startswith("tools: not JSON") and rows[2]["error"].startswith("tool 1 must be")
-    assert rows[1]["tool_calls"] and rows[1]["error"] is None
+    assert rows[1]["generated_text"] == SAID[0] and rows[1]["error"] is None
 
 
-def test_requests_of_a_batch_file_call_tools(model_says: None, tmp_path: Path, tool_checkpoint: Path) -> None:
-    bodies: list[dict[str, Any]] = [
-        {"tools": TOOLS},
-        {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
-        {"tools": TOOLS, "tool_choice": "none"},
-        {"tools": TOOLS, "tool_choice": "any"},
-        {"tools": TOOLS, "response_format": {"type": "json_object"}},
-        {"tools": [{"type": "file_search"}]},
-    ]
+def test_a_grammar_can_force_a_call(tmp_path: Path, tool_checkpoint: Path) -> None:
+    grammar = 'start: "<tool_call>" call "</tool_call>"\ncall: "{\\"name\\": \\"find\\"}"'
+    job = values(tmp_path, tool_checkpoint, [TOOLS], output_format={"grammar": grammar})
+    job["sampling"] = {"max_new_tokens": 100}
+    [row] = run_and_read(job)
+    assert row["error"] is None and row["generated_text"] == '<tool_call>{"name": "find"}</tool_call>'
+
+
+def test_tools_in_a_batch_line_are_its_error(tmp_path: Path, tool_checkpoint: Path) -> None:
+    bodies: list[dict[str, Any]] = [{"tools": TOOLS}, {"tools": [], "tool_choice": "none"}]
     run_and_read(of_requests(tmp_path, tool_checkpoint, bodies))
-    bodies = [json.loads(line)["response"]["body"] for line in (tmp_path / "out" / "results.jsonl").open()]
-    choices = [ChatCompletion.model_validate(body, strict=True).choices[0] for body in bodies]
-    assert [choice.finish_reason for choice in choices] == ["tool_calls", "tool_calls", choices[2].finish_reason]
-    assert [choice.message.content for choice in choices] == ["Let me see.", None, "no call"]
-    assert choices[2].message.tool_calls is None and choices[2].finish_reason != "tool_calls"
-    first, second = (choice.message.tool_calls[0] for choice in choices[:2])
-    assert (first.function.name, first.function.arguments) == ("find", '{"place": "Zizzi"}')
-    assert first.id != second.id
-    errors = [json.loads(line)["response"] for line in (tmp_path / "out" / "errors.jsonl").open()]
-    assert [error["status_code"] for error in errors] == [400] * 3
-    messages = [error["body"]["error"]["message"] for error in errors]
-    assert messages[0] == "body: tool_choice = 'any' is not supported: give required, or name one function"
-    assert messages[1].startswith("body: response_format cannot be combined with tools")
-    assert messages[2].startswith("tool 1 must be")
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"x": {"$ref": "#/$defs/y"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-FIND = {"type": "function", "function": {"name": "f", "parameters": {**SCHEMA, "$defs": {"y": {"enum": [1, 2]}}}}}
-BARE = {"type": "function", "function": {"name": 'g"é'}}
-
-
-def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model writes noise; all of it is calls whose arguments fit, but for those that are cut off.
-
-    The noise is the same in every run, whatever the folder's name: other noise may hold a number that is too large
-    for a float, such as 1e999, which is an error of its row.
-    """
-    monkeypatch.setattr(requests, "row_key", lambda seed, source, *place: row_key(seed, "", *place))
-    named = {"tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": False}
-    body = {"tools": [FIND, BARE], "temperature": 1.0, "max_tokens": 200}
-    bodies = [{**body, "seed": n, **(named if n % 2 else {"tool_choice": "required"})} for n in range(8)]
-    rows = run_and_read(of_requests(tmp_path, tool_checkpoint, bodies))
-    for number, row in enumerate(rows):
-        if row["error"] is not None:
-            begin, text = '<tool_call>\n{"name": "', row["generated_text"]
-            assert "cut off" in row["error"] and (text.startswith(begin) or begin.startswith(text))
-            continue
-        assert row["generated_text"] == "" and len(row["tool_calls"]) >= 1
-        for call in row["tool_calls"]:
-            assert call["name"] == 'g"é' or json.loads(call["arguments"]) in ({"x": 1}, {"x": 2})
-        if number % 2:
-            assert [call["name"] for call in row["tool_calls"]] == ["f"]
-    assert all(row["error"] is None for row in rows[1::2])
+    [error] = [json.loads(line)["response"] for line in (tmp_path / "out" / "errors.jsonl").open()]
+    message = "body: tools are not supported here: put them into a column that input.tools names"
+    assert (error["status_code"], error["body"]["error"]["message"]) == (400, message)
+    [body] = [json.loads(line)["response"]["body"] for line in (tmp_path / "out" / "results.jsonl").open()]
+    assert ChatCompletion.model_validate(body, strict=True).choices[0].message.content is not None
 
 
 def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, chat_checkpoint: Path) -> None:

@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from prompt_specs import spec_of
 
+from actors.engine.errors import UserError
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.config.job import JobConfig
 from pipeline.job import run
-from pipeline.prepare.chat import Chat, check_chat, read_messages, render_chat
+from pipeline.prepare.chat import Chat, check_chat, checked_tools, read_messages, render_chat
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
 
@@ -248,3 +249,33 @@ def test_a_chat_template_stays_in_its_sandbox(chat_checkpoint: Path, template: s
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=r"^chat template: (SecurityError|UndefinedError): [^\n]+$"):
         render_chat(tokenizer, Chat(), USER)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+
+
+def test_tools_are_json_or_a_list_whose_null_fields_are_dropped() -> None:
+    assert checked_tools(json.dumps([TOOL])) == [TOOL]
+    assert checked_tools(None) == [] == checked_tools("[]")
+    cut = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert checked_tools([{**TOOL, "strict": None}]) == [cut]
+    assert checked_tools([{"function": {"name": "f"}}]) == [{"type": "function", "function": {"name": "f"}}]
+    nested = json.loads('{"const": ' * 700 + "null" + "}" * 700)
+    deep = [{"type": "function", "function": {"name": "f", "parameters": nested}}]
+    assert checked_tools(json.dumps(deep)) == deep
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "tools: not JSON"),
+        ('{"a": 1}', "tools is of type dict; it must be a list"),
+        ("[1]", "tool 1 must be"),
+        ([TOOL, {"type": "web_search"}], "tool 2 must be"),
+        ([{"type": "function", "function": {}}], "tool 1 has no name"),
+        ('[{"function": {"name": "f", "parameters": "text"}}]', "tool 1: parameters must be an object"),
+    ],
+)
+def test_wrong_tools_are_named(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        checked_tools(value)

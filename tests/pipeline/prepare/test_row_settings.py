@@ -14,7 +14,6 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.openai_requests import CHAT, TEXT, read_request
-from actors.tool_calls import checked_tools
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.row_settings import BATCH_COLUMNS
 
@@ -151,8 +150,12 @@ def test_parameters_have_the_names_of_this_program() -> None:
         (CHAT, {"messages": MESSAGES, "stream": True}, "body: stream = True is not supported"),
         (CHAT, {"messages": MESSAGES, "stream": 0}, "body: stream = 0 is not supported"),
         (CHAT, {"messages": MESSAGES, "prompt": "a"}, "body: prompt is not supported"),
-        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "body: tool_choice = 'required' needs tools"),
-        (CHAT, {"messages": MESSAGES, "parallel_tool_calls": False}, "body: parallel_tool_calls = False is not supp"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "body: tool_choice = 'required' is not supported"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "tools": [{}]},
+            "body: tools are not supported here: put them into a column that",
+        ),
         (CHAT, {"messages": MESSAGES, "logprobs": 1}, "body: logprobs = 1: must be true or false in a chat"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "body: top_logprobs needs logprobs: true"),
         (CHAT, {"messages": MESSAGES, "model": 1}, "body: model must be text"),
@@ -177,12 +180,6 @@ def test_what_is_not_supported_is_named(url: str, body: dict[str, Any], refusal:
     with pytest.raises(UserError) as refused:
         read_request(url, body)
     assert str(refused.value).startswith(refusal)
-
-
-def test_a_null_in_a_tools_schema_is_a_value_at_any_depth() -> None:
-    nested = json.loads('{"const": ' * 700 + "null" + "}" * 700)
-    tools = [{"type": "function", "function": {"name": "f", "parameters": nested}}]
-    assert checked_tools(read_request(CHAT, {"messages": MESSAGES, "tools": tools}).tools) == tools
 
 
 def requested(checkpoint: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

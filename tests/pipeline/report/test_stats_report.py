@@ -36,7 +36,7 @@ from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stats import Counts, ShardStats, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
-from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
+from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.report import progress
 from pipeline.report.figures import clock_speedups, error_kinds, held_seconds
 from pipeline.report.progress import progress_line, rates
@@ -110,7 +110,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
             SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
             CHOICES: pa.nulls(5, pa.list_(pa.string())),
-            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, TOOLS, CONTROL_TOKENS)},
+            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, CONTROL_TOKENS)},
         }
     )
     commits = Commits()
