@@ -52,14 +52,14 @@ def plan(
     raises UserError if checkpoint, prompt settings or input are wrong, or differ from those of the stored job.
     """
     began = time.time()
-    config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))
+    config = with_engine(config, None if stored is None else stored.identity["model"]["engine"])
     if stored is not None and files is None and (before := stored.identity["input"]["path"]) != config.input.path:
         raise UserError(
             f"{config.output.path}: this output belongs to the input {', '.join(before)}, not to "
             f"{', '.join(config.input.path)}; choose another output.path, or start again with --overwrite"
         )
     with announced("reading the checkpoint's description"):
-        checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
+        checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity["model"] if stored else None)
     unadapted = config.schedule.unadapted
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=unadapted)
     check_generation(config, checkpoint)

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.engine.errors import UserError, flat
-from pipeline.generate.stats import LATER, STATS_SCHEMA, ShardStats
+from pipeline.generate.stats import STATS_SCHEMA, ShardStats
 from pipeline.storage.concurrency import in_parallel, repeating
 from pipeline.storage.folder import STORE_ERRORS, Folder
 from pipeline.storage.parquet import parquet_bytes, read_parquet
@@ -51,8 +51,7 @@ def commit_record(part: bytes, stats: ShardStats, tag: str = "") -> Record:
 def encode_record(record: Record, fingerprint: str) -> bytes:
     """Return a record as the bytes of its JSON file."""
     values = {
-        **{name: record[name] for name in ("shard", "sha256", "bytes", "rows")},
-        **({"tag": record["tag"]} if record["tag"] else {}),
+        **{name: record[name] for name in ("shard", "sha256", "bytes", "tag", "rows")},
         "fingerprint": fingerprint,
         "stats": {name: record[name] for name in STATS_SCHEMA.names},
     }
@@ -74,7 +73,7 @@ def decode_record(text: bytes, shard: int, fingerprint: str) -> Record | None:
             and 0 <= size < 2**63
             and DIGEST.fullmatch(digest) is not None
         )
-        return {**asdict(stats), "sha256": digest, "bytes": size, "tag": values.get("tag", "")} if valid else None
+        return {**asdict(stats), "sha256": digest, "bytes": size, "tag": values["tag"]} if valid else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -120,10 +119,6 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
         table = read_parquet(data)
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
-        for field in RECORDS_SCHEMA:
-            if field.name in {*LATER, "tag"} - set(table.column_names):  # old versions did not write this column
-                value = pa.scalar(LATER.get(field.name, ""), field.type)
-                table = table.append_column(field.name, pa.repeat(value, table.num_rows))
         known = set(RECORDS_SCHEMA.names) <= set(table.column_names)
         return table.select(RECORDS_SCHEMA.names).cast(RECORDS_SCHEMA) if known else None
 

@@ -86,8 +86,7 @@ def _compiler() -> str:
 
 def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Log a warning if the job's last run had other versions, because answers may differ slightly."""
-    known = (*PACKAGES, "python", *([COMPILER] if COMPILER in before else ()))  # old records lack it
-    names = [name for name in known if before.get(name) != now.get(name)]
+    names = [name for name in (*PACKAGES, "python", COMPILER) if before.get(name) != now.get(name)]
     changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
     if before and changed:
         log.warning("this run has other versions than the job's last run: %s", ", ".join(changed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,9 +47,6 @@ class AdaptConfig(Section):
 
     The command keeps the schedule's horizon, decay, warmup and keep_order. It chooses depths and prompt policy.
     """
-
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {"seed": (0, "rows are always drawn in the same way; leave it out")}
-    renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which is trained unless weights: full is set"}
 
     rows: int = Field(2000, ge=3, description="input rows to draw and answer at full depth, including held-out rows")
     held_out: int = Field(200, ge=2, description="number of drawn rows for evaluation, which are not used for training")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,15 +13,11 @@ from pydantic_core import PydanticCustomError
 from actors.engine.errors import UserError
 from pipeline.messages import where_sought, without_secrets
 
-log = logging.getLogger(__name__)
-
 
 class Section(BaseModel):
     """A section of a configuration file. Unknown keys and wrong types are errors. A float key accepts whole numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    renamed: ClassVar[dict[str, str]] = {}  # old key -> new key, with advice where needed
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # key -> its last default; advice for users of other values
 
     @model_validator(mode="before")
     @classmethod
@@ -31,36 +25,15 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         for name, value in values.items():
-            if name in cls.renamed:
-                raise UserError(f"{name} is now {cls.renamed[name]}")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise UserError(f"{name} must be below 2^63")
-            if name in cls.removed and value != cls.removed[name][0]:
-                raise UserError(f"{name} was removed: {cls.removed[name][1]}")
-            if name in cls.removed:
-                log.warning("the key %s was removed and is ignored; leave it out", name)
-        kept = {name: value for name, value in values.items() if name not in cls.removed}
-        return {name: {} if value is None and cls._is_section(name) else value for name, value in kept.items()}
+        return {name: {} if value is None and cls._is_section(name) else value for name, value in values.items()}
 
     @classmethod
     def _is_section(cls, name: str) -> bool:
         """Return whether the key holds a section. YAML reads a section whose keys are all comments as null."""
         kind = getattr(cls.model_fields.get(name), "annotation", None)
         return isinstance(kind, type) and issubclass(kind, Section)
-
-
-def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return recorded values, except keys that this version no longer has and whose value is their last default.
-
-    So a job that an earlier version recorded can be resumed.
-    """
-    kept: dict[str, Any] = {}
-    for key, value in stored.items():
-        if key in section.removed and value == section.removed[key][0]:
-            continue
-        nested = section_of(section.model_fields[key].annotation) if key in section.model_fields else None
-        kept[key] = without_removed(value, nested) if nested is not None and isinstance(value, Mapping) else value
-    return kept
 
 
 def section_of(annotation: Any) -> type[Section] | None:

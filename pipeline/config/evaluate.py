@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -27,15 +27,6 @@ class EvalDataConfig(Section):
 
 
 class EvalConfig(Section):
-    renamed: ClassVar[dict[str, str]] = {"beside": "baselines"}
-
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "exact": (False, "leave it out"),
-        "compare": (None, "write one evaluation file for each keep order or decay"),
-        "learned_order": (None, "set schedule.keep_order"),
-        "bootstrap": ({}, "confidence intervals are always 95%, from 1,000 resampled data sets"),
-    }
-
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(

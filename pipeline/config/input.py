@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -45,10 +45,6 @@ class InputConfig(Section):
 
     If `chat`, `system` or `examples` is set, the text of the prompt becomes the last user message of a chat.
     """
-
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "continuations": (None, "this package no longer scores given texts; use vLLM")
-    }
 
     path: Paths = Field(description="input file, folder or glob, or a list of these, local or s3://")
     format: InputFormat | None = Field(

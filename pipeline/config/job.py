@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -43,13 +43,6 @@ class OutputConfig(Section):
 
 
 class ModelConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "products": ("measured", "the faster kernels are used: this package's, or torch's with AMX; leave it out"),
-        "cuda_graphs": (False, "vLLM captures them; leave it out"),
-        "kv_cache": (None, "for an 8-bit cache, set `engine: vllm` and `vllm: {kv_cache_dtype: fp8}`"),
-        "compile": (False, "this package has its own kernels for CPUs; leave it out"),
-    }
-
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     speed_adapter: Place | None = Field(
         None,
@@ -77,16 +70,6 @@ class ModelConfig(Section):
         description="arguments of vLLM's engine, with their Python names, such as max_model_len, quantization, or "
         "tensor_parallel_size: 4 (each actor then asks for 4 GPUs); implies engine: vllm",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _removed_values(cls, values: Any) -> Any:
-        given = values if isinstance(values, dict) else {}
-        if given.get("engine") == "paged":
-            raise UserError("engine: paged was removed; leave engine out: GPUs then use vllm if it is installed")
-        if given.get("weights") == "fp8":
-            raise UserError("weights: fp8 was removed; for 8-bit weights on GPUs, set vllm: {quantization: fp8}")
-        return values
 
     def check_actors(self, gpus: float, section: str) -> None:
         """Raise UserError if actors with this number of GPUs cannot run the model."""
@@ -147,10 +130,6 @@ class RunScheduleConfig(ScheduleConfig):
 
 class JobScheduleConfig(RunScheduleConfig):
     """A job's schedule, and checks that stop the job if the schedule ruins the text."""
-
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "exact": (False, "leave it out; for full depth's answers, set schedule.speedup: 1")
-    }
 
     min_agreement: float = Field(
         0.6,
@@ -263,12 +242,6 @@ class StorageConfig(Section):
 
 
 class JobConfig(Section):
-    renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "notify": (None, "let the scheduler report the exit status; `run --json` prints the outcome"),
-        "task": ("generate", "this package no longer scores given texts; use vLLM"),
-    }
-
     input: InputConfig
     output: OutputConfig
     model: ModelConfig

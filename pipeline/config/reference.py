@@ -49,8 +49,6 @@ def described(section: str | None = None) -> str:
 def leaves(model: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the field of each key in a model and in its nested sections."""
     for name, field in model.model_fields.items():
-        if name in model.removed:
-            continue
         section = section_of(field.annotation)
         if section is None:
             yield f"{path}{name}", field

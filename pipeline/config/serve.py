@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -28,20 +28,8 @@ class ServeSamplingConfig(SamplingConfig):
 class ReplicasConfig(ActorsConfig):
     """A replica is an actor that answers requests. If 256 requests wait already, a further request gets status 429."""
 
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "events_per_second": (1000, "the tokens of each step are sent at once, but in fewer events to a slow client"),
-        "target_requests": (None, "replicas are added above max_batch / 2 requests per replica; set max_batch"),
-        "max_waiting": (256, "if 256 requests wait, others get status 429; to prevent this, raise max or count"),
-        "scheduler": (None, "a server always refills; leave it out"),
-    }
-
 
 class HttpConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "haproxy": (False, "Ray Serve's own proxy is used"),
-        "max_body_bytes": (8 * 2**20, "a request may have at most 8 MiB; answer longer prompts with `skipdecode run`"),
-    }
-
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: all networks")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     api_key_env: str | None = Field(
@@ -51,10 +39,6 @@ class HttpConfig(Section):
 
 
 class ServeConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "batches": (None, "answer a batch file with `skipdecode run` and input.format: openai_batch")
-    }
-
     model: ModelConfig
     name: str | None = Field(
         None, min_length=1, description="the model's name in requests; default: last part of model.path"
@@ -76,6 +60,8 @@ class ServeConfig(Section):
             raise UserError(
                 "model.engine: vllm is for jobs; to serve with vLLM use `vllm serve` with the add-on (actors/README.md)"
             )
+        if self.replicas.scheduler is not None:
+            raise UserError("replicas.scheduler: a server always refills; leave it out")
         self.model.check_actors(self.replicas.gpus, "replicas")
         return self
 

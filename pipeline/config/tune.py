@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -16,11 +16,6 @@ RANK = 32  # default rank of a speed adapter
 
 
 class TuneModelConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "new": (None, "make a checkpoint with random weights (see configs/demo/new_model.py), and set path to it"),
-        "vocab_size": (2048, "leave it out"),
-    }
-
     path: Place = Field(description="checkpoint folder to start from")
 
 
@@ -44,11 +39,6 @@ class TuneDataConfig(Section):
 
 
 class TuneScheduleConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "compare": (None, "list the schedules in schedule.also"),
-        "learned_order": (None, "set schedule.keep_order, or list the order in schedule.also"),
-    }
-
     speedups: list[float] = Field(
         [1.0], min_length=1, description="nominal speed-ups to train; each step draws one or more of them"
     )
@@ -119,8 +109,6 @@ class AdapterConfig(Section):
 
 
 class TrainingConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {"compile": (False, "leave it out")}
-
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
     max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as the epochs need")
     batch_size: int = Field(64, ge=1, description="training pairs per optimizer step, in all workers together")
@@ -158,20 +146,12 @@ class TrainingConfig(Section):
 class WorkersConfig(Section):
     """Data-parallel training in several processes on this machine. Each worker process holds the whole model."""
 
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "address": (None, "workers are processes of one machine: run the command on the machine that has the GPUs")
-    }
-
     count: int = Field(ge=1, description="number of worker processes")
     gpus: Literal[0, 1] = Field(0, description="GPUs per worker")
     cpus: float = Field(1, gt=0, description="CPUs per worker")
 
 
 class TuneConfig(Section):
-    renamed: ClassVar[dict[str, str]] = {
-        "lora": "adapter, which writes a speed adapter and does not merge it into the weights"
-    }
-
     model: TuneModelConfig
     data: TuneDataConfig
     output: Place = Field(description="folder for the checkpoint or speed adapter; subfolder _training is for resuming")

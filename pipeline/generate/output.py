@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,14 +21,14 @@ class PartSpec:
     optional: tuple[str, ...]  # names of optional answer columns, see `answer_types`
     fingerprint: str  # fingerprint of the job, for the footer
     num_layers: int  # number of layers of the model, for the footer
-    root: str | None = None  # folder of all input files; None in old jobs, whose ids hold only file names
+    root: str  # folder of all input files
 
 
-def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
+def row_ids(rows: pa.Table, id_column: str | None, root: str, shard: Shard) -> pa.Array | pa.ChunkedArray:
     """Return the ids of a shard's rows: values of the id column, else file and row number. root: see `PartSpec`."""
     if id_column is not None:
         return rows[id_column]
-    name = os.path.basename(shard.url) if root is None else shard.url.removeprefix(f"{root}/")
+    name = shard.url.removeprefix(f"{root}/")
     return pa.array([f"{name}:{shard.first_row + row}" for row in range(rows.num_rows)], pa.string())
 
 

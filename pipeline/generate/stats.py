@@ -31,12 +31,6 @@ def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
     return field(default=default, metadata={"unit": unit, "total": total})
 
 
-LATER = {  # fields that records of old versions lack -> value to use for them
-    **dict.fromkeys(("empty_answers", "repeating_answers", "control_tokens"), 0),
-    **dict.fromkeys(("label_counts", "common_answers"), ""),
-}
-
-
 @dataclass(frozen=True)
 class Counts:
     """Statistics of a shard that can be combined over all shards of a job."""
@@ -95,7 +89,6 @@ class ShardStats(Counts):
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
         """Read statistics from a commit record. Raises KeyError, TypeError or ValueError if the record is damaged."""
-        values = {**LATER, **values}
         return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
 
     @classmethod

@@ -29,13 +29,13 @@ from rich.table import Table
 from actors.engine.errors import UserError
 from pipeline.commit.claim import LEDGER
 from pipeline.input.files import Files, InputFile
-from pipeline.messages import counted
+from pipeline.messages import counted, printable
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder, read_json, write_json
 
 log = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 SHOWN_RUNS = 20  # maximum number of runs to print
 SHOWN_FILES = 3  # maximum number of names to print of files that are left for a later run
 COMPACT_EVERY = 50  # number of ended runs after which all ended runs are copied into one file
@@ -70,7 +70,7 @@ class LedgerRun:
     state: State = "unfinished"
     ended: str = ""
     why: str = ""  # why the run was abandoned
-    root: str | None = None  # folder to which the file names in the ids are relative, in all runs; see `PartSpec`
+    root: str = ""  # folder to which the file names in the ids are relative, in all runs; see `PartSpec`
     left: tuple[str, ...] = ()  # URLs of new files that this run could not read and left for a later run
 
     @property
@@ -251,7 +251,11 @@ def _record(root: Folder, name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{root.url}/{name}: not JSON: {error}; restore it from a copy") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{root.url}/{name}: its format is not {FORMAT}; use the version of skipdecode that wrote it")
+        found = values.get("format") if isinstance(values, dict) else None
+        raise UserError(
+            f"{root.url}/{name}: has format {printable(found)[:40]}, but this version of skipdecode reads {FORMAT}; "
+            "use the version that wrote it, or another output.path"
+        )
     return values
 
 

@@ -32,7 +32,7 @@ class Batching:
     prefix: tuple[int, ...] = ()  # token ids with which all prompts begin; an actor computes them once
     planned: float = 0.0  # time of planning, s since 1970; chat templates get it as the current time
     scheduler: str = "lock_step"
-    root: str | None = None  # folder of all input files, see `PartSpec`; None in a job planned by an old version
+    root: str = ""  # folder of all input files, see `PartSpec`
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:

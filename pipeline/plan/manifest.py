@@ -17,10 +17,9 @@ from typing import Any
 import pyarrow as pa
 
 from actors.engine.errors import UserError
-from actors.engine.model.end_tokens import end_tokens, ends_before_the_union
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
-from pipeline.config.job import JobConfig, ModelConfig
+from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.input.files import Files, InputFile, file_format, input_root, list_files
 from pipeline.input.rows import common_schema, read_layout
@@ -33,8 +32,6 @@ from pipeline.plan.hardware import Hardware
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
-from pipeline.prepare.templates import is_template
-from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 
@@ -115,10 +112,7 @@ def plan_job(
                 log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
     # use the stored files: a file rewritten with the same bytes has a new version, but the job stays the same
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
-    if stored is not None and stored.identity == json.loads(json.dumps(identity)):
-        fingerprint = stored.fingerprint  # not recomputed: an old version may have hashed keys that no longer exist
-    else:
-        fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
     return Manifest(fingerprint, identity, batching, pinned, shards, schema, agreement)
 
@@ -219,10 +213,11 @@ def _identity(
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
     sections = {"sampling", "choices", "reasoning", "output_format"}
+    without_effect = {"since", "changed", "unreadable", "csv_field_bytes"}
     return {
-        "input": {**_input_identity(config), "files": inputs.hexdigest()},
+        "input": {**config.input.model_dump(mode="json", exclude=without_effect), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path", "format"}),
-        "model": {**_model_values(config.model), **resolved.identity(), **_other_ends(resolved)},
+        "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         **config.model_dump(mode="json", include=sections),
         "shared_prefix": config.shared_prefix,
@@ -231,34 +226,6 @@ def _identity(
         "limit": limit,
         "answers_version": ANSWERS_VERSION,
     }
-
-
-def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of `model` that can change an answer. Two keys that old jobs lack are left out if not set."""
-    values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
-    return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
-
-
-def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
-    """Return the model's end tokens; {} if old versions of this program, which read fewer files, found the same."""
-    checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
-    ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
-    same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
-    return {} if same else {"end_tokens": sorted(ends)}
-
-
-def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Return the keys of `input` that can change an answer. Two keys that old jobs lack are left out if not set."""
-    left_out = {"since", "changed", "unreadable", "csv_field_bytes"}
-    values = config.input.model_dump(mode="json", exclude=left_out)
-    for name, default in (("special_tokens", None), ("continue_final", False)):
-        if values[name] == default:
-            del values[name]
-    if any(map(is_template, config.input.chat_texts)):
-        values["chat_texts"] = "templates"  # old versions did not fill these templates, so their prompts differ
-    if any("tojson" in text for text in (config.input.template or "", *config.input.chat_texts)):
-        values["tojson"] = "not escaped"  # old versions escaped JSON for HTML
-    return values
 
 
 def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:

@@ -17,19 +17,17 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from actors.engine.errors import UserError
-from pipeline.config.base import without_removed
-from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
 from pipeline.messages import one_line, printable
 from pipeline.plan.batching import Batching
-from pipeline.plan.manifest import Manifest
+from pipeline.plan.manifest import ANSWERS_VERSION, Manifest
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 5
+FORMAT = 6
 CHECK = ',\n  "check": "'  # last key in job.json; its value is the digest of all bytes before this text
 
 
@@ -78,8 +76,7 @@ def load(folder: Folder) -> Manifest | None:
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
     batching = TypeAdapter(Batching).validate_python(values["batching"])
     agreement = TypeAdapter(Agreement | None).validate_python(values["agreement"])
-    identity = without_removed(values["identity"], JobConfig)
-    return Manifest(values["fingerprint"], identity, batching, files, shards, schema, agreement)
+    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema, agreement)
 
 
 def is_own(text: bytes) -> bool:
@@ -107,13 +104,19 @@ def _job_values(name: str, text: bytes) -> dict[str, Any]:
         raise UserError(f"{name}: damaged ({one_line(error)}); {_REMEDY}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
-        raise UserError(
-            f"{name}: not a job of this version: it has format {printable(found)[:40]}, not {FORMAT}; finish "
-            "the job with the version that began it, or start again with --overwrite"
-        )
+        raise _other_version(name, "plan has format", found, FORMAT)
     if _with_check(text.rpartition(CHECK.encode())[0]) != text:
         raise UserError(f"{name}: damaged (its digest does not match its content); {_REMEDY}")
+    if (answers := values["identity"].get("answers_version")) != ANSWERS_VERSION:
+        raise _other_version(name, "answers have version", answers, ANSWERS_VERSION)
     return values
+
+
+def _other_version(name: str, part: str, found: Any, known: int) -> UserError:
+    return UserError(
+        f"{name}: the job's {part} {printable(found)[:40]}, but this version of skipdecode reads {known}; use the "
+        "version that began the job, or start again with --overwrite"
+    )
 
 
 _FILES = pa.schema(

@@ -193,7 +193,6 @@ RECORD = '{"num_layers": 6, "trained": %s}'
     [
         ("2", "trained must hold depths and prompt, and no other key"),
         ('{"min_depth": 2}', "trained must hold depths and prompt, and no other key"),
-        ('{"min_depth": 7, "prompt": ["full"]}', r"trained.min_depth = 7: must be a whole number in \[1, 6\]"),
         ('{"depths": [5, 2], "min_depth": 2, "prompt": ["full"]}', "trained must hold depths and prompt, and no other"),
         ('{"depths": [true], "prompt": ["full"]}', "trained.depths = True"),
         ('{"depths": [5, 6], "prompt": ["full"]}', r"trained.depths = 6: must be a whole number in \[1, 5\]"),
@@ -239,15 +238,11 @@ def test_a_record_covers_what_was_drawn_and_the_layers_that_ran(stored: Schedule
     assert trained.covers(asked) == (ran and (asked.prompt in policies or (whole_prompt and "full" in policies)))
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_curve_that_was_not_trained_is_not_covered(tmp_path: Path, older: bool) -> None:
+def test_a_curve_that_was_not_trained_is_not_covered(tmp_path: Path) -> None:
     """Trained at 1.5, 2 and 3 over 33 tokens: speeds between them, longer horizons and deeper lists are covered."""
     spec = ScheduleSpec(speedup=3, horizon=33)
     drawn = [spec.overridden({"speedup": speed}).build(30) for speed in (1.0, 1.5, 2.0, 3.0)]
     save_spec(spec, 30, tmp_path, Trained.on(spec.build(30), drawn))
-    if older:
-        values = json.loads((tmp_path / SCHEDULE_FILE).read_text())
-        (tmp_path / SCHEDULE_FILE).write_text(json.dumps({**values, "trained": {"min_depth": 7, "prompt": ["full"]}}))
     trained = load_trained(tmp_path, 30, spec)
     assert trained is not None and trained.depths == drawn[-1].depths
     covered: list[dict[str, Any]] = [{}, {"speedup": 1.25}, {"speedup": 2.5}, {"horizon": 34}, {"depths": (13, 13, 13)}]

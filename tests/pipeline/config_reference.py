@@ -25,8 +25,6 @@ def rows(model: type[Section], seen: dict[tuple[type, str], str], path: str = ""
     """
     here, below, others = [], [], set()
     for name, field in model.model_fields.items():
-        if name in model.removed:
-            continue
         dotted = f"{path}{name}{'[]' * in_list(field)}"
         default = default_of(field).replace("|", r"\|")
         text = (field.description or "").replace("|", r"\|").replace("\n", " ")

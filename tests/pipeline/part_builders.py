@@ -21,7 +21,7 @@ from pipeline.input.files import InputFile
 from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import Batching
-from pipeline.plan.manifest import Manifest
+from pipeline.plan.manifest import ANSWERS_VERSION, Manifest
 from pipeline.runtime.quarantine import Quarantine
 from pipeline.storage.folder import Folder
 
@@ -77,7 +77,7 @@ def shard_batch(index: int, rows: pa.Table, url: str = "in/a.parquet", first_row
 
 
 def part_spec(**changes: Any) -> PartSpec:
-    values: dict[str, Any] = {"id_column": "id", "keep": (), "optional": (), "fingerprint": FINGERPRINT}
+    values: dict[str, Any] = {"id_column": "id", "keep": (), "optional": (), "fingerprint": FINGERPRINT, "root": "in"}
     return PartSpec(**{**values, "num_layers": LAYERS, **changes})
 
 
@@ -139,7 +139,7 @@ def commit_made_up_parts(shards: Iterable[Shard], folder: Folder, fingerprint: s
 
 def manifest_of(shards: list[Shard]) -> Manifest:
     """Of a job of these shards."""
-    identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}}
+    identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}, "answers_version": ANSWERS_VERSION}
     rows: dict[str, int] = {}
     for shard in shards:
         rows[shard.url] = rows.get(shard.url, 0) + shard.rows

@@ -76,13 +76,6 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     return None if found == tokenizer.bos_token else added.get(found)
 
 
-def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]:
-    """Return the end tokens for a job that an old version planned. Old versions read only one source."""
-    name = "generation_config.json"
-    ids = _values(folder, name).get("eos_token_id") if (folder / name).is_file() else config.eos_token_id
-    return set(_listed(tokenizer.eos_token_id if ids is None else ids))
-
-
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
     """Return the settings of the generation config that would change answers, but that the job does not follow.
 

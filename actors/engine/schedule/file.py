@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,18 +79,6 @@ def fewest(schedules: Collection[Schedule]) -> tuple[int, ...]:
     return tuple(min(one.depth(position) for one in schedules) for position in range(longest))
 
 
-def of_older_record(spec: ScheduleSpec, num_layers: int, least: int) -> tuple[int, ...]:
-    """Return `Trained.depths` for an old training record, which holds only `least`, the lowest depth at any position.
-
-    Every speed that is a multiple of 1/4, and at which no depth is below `least`, counts as covered by training.
-    """
-    built = [spec.build(num_layers)]
-    with suppress(UserError):  # raised if the spec has no horizon
-        speeds = (quarters / 4 for quarters in range(5, 4 * num_layers + 1))
-        built += [spec.overridden({"speedup": speed}).build(num_layers) for speed in speeds]
-    return (*fewest([one for one in built if one.depths[-1] >= least])[:-1], least)
-
-
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
     """Convert the values of a ``skipdecode.json``, without key `trained`, to a schedule.
 
@@ -127,23 +114,21 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
 
 
 def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -> Trained:
-    """Convert `value`, the training record of a ``skipdecode.json``. Old records have `min_depth` instead of `depths`.
+    """Convert `value`, the training record of a ``skipdecode.json``.
 
     Raises UserError if the record is wrong. The message begins with `source`, and names the wrong key.
     """
-    if not isinstance(value, dict) or set(value) not in ({"depths", "prompt"}, {"min_depth", "prompt"}):
+    if not isinstance(value, dict) or set(value) != {"depths", "prompt"}:
         raise UserError(f"{source}: {TRAINED} must hold depths and prompt, and no other key")
-    stored, prompt, depths = spec.build(num_layers), value["prompt"], value.get("depths", [value.get("min_depth")])
+    stored, prompt, depths = spec.build(num_layers), value["prompt"], value["depths"]
     if not isinstance(depths, list) or not 1 <= len(depths) <= MAX_HORIZON:
         raise UserError(f"{source}: {TRAINED}.depths must list 1 to {MAX_HORIZON} numbers of layers")
     for depth, before in zip(depths, [num_layers, *depths], strict=False):
         if type(depth) is not int or not 1 <= depth <= before:
-            key = "depths" if "depths" in value else "min_depth"
-            raise UserError(f"{source}: {TRAINED}.{key} = {depth!r}: must be a whole number in [1, {before}]")
+            raise UserError(f"{source}: {TRAINED}.depths = {depth!r}: must be a whole number in [1, {before}]")
     if not isinstance(prompt, list) or not prompt or any(policy not in PROMPT_POLICIES for policy in prompt):
         raise UserError(f"{source}: {TRAINED}.prompt = {prompt!r}: must list some of {', '.join(PROMPT_POLICIES)}")
-    known = tuple(depths) if "depths" in value else of_older_record(spec, num_layers, depths[0])
-    return Trained(known, tuple(prompt), stored.keep_order, stored.warmup)
+    return Trained(tuple(depths), tuple(prompt), stored.keep_order, stored.warmup)
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:

@@ -21,7 +21,6 @@ from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS, AdaptConfig
-from pipeline.config.base import without_removed
 from pipeline.config.job import JobConfig
 from pipeline.input.files import InputFile, list_files
 from pipeline.learn.adapt import configs
@@ -223,11 +222,7 @@ class StageRecord:
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError if a finished stage had other settings than `settings`. The error names the keys."""
         self.settings = settings
-        names = [
-            name
-            for stage, done in self.done.items()
-            for name in difference(without_removed(done["settings"], JobConfig), settings[stage])
-        ]
+        names = [name for stage, done in self.done.items() for name in difference(done["settings"], settings[stage])]
         if names:
             raise UserError(
                 f"{self.folder.path}: holds another adaptation, which differs in {', '.join(dict.fromkeys(names))}; "

@@ -107,9 +107,6 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     counts = answered["counts"]
     given = {"choices": config.choices is not None, "references": options.references is not None}
     metric = metric_of(folder, options.metric, **given)
-    for stage in ("before", "after"):  # an earlier version may have chosen another metric for these references
-        if any(metric not in line["scores"] for line in record.done.get(stage, {}).get("result", {}).get("lines", ())):
-            del record.done[stage]
     purpose = f"train {config.model.path} on {counts['train']:,} answers"
     prompts = task.prompt_policies(answered["prompt_share"])
     tuned = run("tune", purpose, [f"{task.trained.name}/tune.json"], lambda: _tune(task, counts["longest"], prompts))

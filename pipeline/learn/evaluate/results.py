@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,8 @@ class Line:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Line:
-        """Build a line from the values in a record. Ignore keys that this version does not have."""
-        given = {**values, "scores": scores_of(values["scores"]), "warnings": tuple(values["warnings"])}
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
+        """Build a line from the values in a record."""
+        return cls(**{**values, "scores": scores_of(values["scores"]), "warnings": tuple(values["warnings"])})
 
 
 def scores_of(values: Mapping[str, Mapping[str, float]]) -> Scores:

@@ -10,7 +10,6 @@ from typing import Any
 
 from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import FILES
-from pipeline.config.base import without_removed
 from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import list_files
@@ -31,8 +30,7 @@ def finished(config: TuneConfig) -> bool:
     record = _read(Path(config.output) / RECORD)
     if not isinstance(record, dict) or "config" not in record or not _is_recorded(config):
         return False
-    recorded = without_removed(record["config"], TuneConfig)
-    return _without_hardware(recorded) == _without_hardware(config.model_dump(mode="json"))
+    return _without_hardware(record["config"]) == _without_hardware(config.model_dump(mode="json"))
 
 
 def begin(config: TuneConfig) -> None:
@@ -80,11 +78,8 @@ def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str
 
 
 def _is_recorded(config: TuneConfig) -> bool:
-    """Tell whether the recorded recipe equals the recipe of `config`, without keys that were removed since."""
-    stored, recipe = _read(folder(config) / RECIPE), _recipe(config)
-    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
-        return False
-    return {**stored, "config": without_removed(stored["config"], TuneConfig)} == recipe
+    """Tell whether the recorded recipe equals the recipe of `config`."""
+    return bool(_read(folder(config) / RECIPE) == _recipe(config))
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def test_a_flipped_bit_is_named_and_repaired(store: str, finished: bool, new_job
 
 
 def test_parts_whose_records_lack_the_stores_checksum_are_read(new_job: Callable[[str], Job]) -> None:
-    """As records of earlier versions."""
+    """As in an output that was copied from a local folder."""
     job = new_job("s3")
     for shard in range(4):
         record = decode_record(job.output.read(record_name(shard)), shard, job.fingerprint)

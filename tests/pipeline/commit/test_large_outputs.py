@@ -26,7 +26,7 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard, group_shards
 from pipeline.plan.batching import Batching
-from pipeline.plan.manifest import Manifest, plan_job
+from pipeline.plan.manifest import ANSWERS_VERSION, Manifest, plan_job
 from pipeline.plan.plan_files import load, save
 from pipeline.storage.folder import open_folder
 
@@ -44,7 +44,7 @@ def planned(count: int, files: int = 200) -> Manifest:
         for number in range(files)
     ]
     shards = [Shard(index, inputs[index // each].url, index % each * ROWS, ROWS) for index in range(count)]
-    identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}}
+    identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}, "answers_version": ANSWERS_VERSION}
     return Manifest(FINGERPRINT, identity, Batching(ROWS, 1, 1, 1, 1), inputs, shards, pa.schema([]))
 
 

@@ -39,7 +39,7 @@ def refusal(*arguments: str) -> str:
         ((), "give --model CHECKPOINT"),
         (("--model", "no/such/folder"), "no such checkpoint folder"),
         (("configs/demo.yaml",), "this is a job file; answer its rows with `skipdecode run`"),
-        (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),
+        (("{file}", "--set", "replicas.scheduler=refill"), "replicas.scheduler: a server always refills"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
         (
@@ -91,14 +91,6 @@ def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: P
         plan_server(config_of(untrained, schedule={"speedup": 2, "horizon": 8}), on_this_machine=True)
     allowed = {"speedup": 2, "horizon": 8, "unadapted": True}
     assert plan_server(config_of(untrained, schedule=allowed), on_this_machine=True).schedule.speedup == 2
-
-
-def test_a_removed_key_at_its_default_is_dropped_with_a_warning(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert config_of(checkpoint, batches=None, http={"haproxy": False}) == config_of(checkpoint)
-    assert "the key batches was removed and is ignored" in caplog.text
-    assert "the key haproxy was removed and is ignored" in caplog.text
 
 
 def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path, checkpoint: Path) -> None:

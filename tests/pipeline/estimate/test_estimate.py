@@ -182,7 +182,7 @@ def trained(checkpoint: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "trained"
     shutil.copytree(checkpoint, folder)
     stored = json.loads((folder / "skipdecode.json").read_text())
-    (folder / "skipdecode.json").write_text(json.dumps({**stored, "trained": {"min_depth": 1, "prompt": ["full"]}}))
+    (folder / "skipdecode.json").write_text(json.dumps({**stored, "trained": {"depths": [1], "prompt": ["full"]}}))
     return folder
 
 

@@ -24,7 +24,7 @@ from pipeline.incremental.ledger import LEDGER, ConcurrentRun
 from pipeline.incremental.runs import IncrementalResult
 from pipeline.input.files import Files, InputFile
 from pipeline.plan.batching import Batching
-from pipeline.plan.manifest import Manifest, NoRows
+from pipeline.plan.manifest import ANSWERS_VERSION, Manifest, NoRows
 from pipeline.run.stages import Backend
 from pipeline.storage.folder import Folder
 
@@ -72,7 +72,7 @@ def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -
         raise NoRows("no rows")
     identity: dict[str, Any] = {"job": config.version, "files": [[file.url, file.version] for file in pinned]}
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
-    identity["schedule"] = {"speedup": 1.0, "num_layers": 4}
+    identity |= {"schedule": {"speedup": 1.0, "num_layers": 4}, "answers_version": ANSWERS_VERSION}
     return replace(config, manifest=Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([])))
 
 

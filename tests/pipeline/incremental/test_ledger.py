@@ -202,10 +202,12 @@ def test_a_missing_ledger_record_is_refused() -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
             ledgers.read(root)
         root.files.update(files)
-    for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 2}', b"[" * 100_000):
+    for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 3}', b"[" * 100_000):
         for name in (claim_name(3), end_name(3)):
             root.replace(name, damage)
-            with pytest.raises(ValueError, match=rf"^root/{name}: (not |its format is not )"):
+            with pytest.raises(
+                ValueError, match=rf"^root/{name}: (not |has format (None|9), but this version of skipdecode reads 3; )"
+            ):
                 ledgers.read(root)
             root.files.update(files)
 

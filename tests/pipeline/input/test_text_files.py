@@ -370,7 +370,7 @@ def test_csv_fields_are_text(tmp_path: Path) -> None:
     assert read(path, ["p"])[1][1].startswith("the row repeats the column names of the first line (row 1 of ")
     path.write_bytes(b"t\nx\n0.5\n")
     file, _ = scan(path, TextColumns(["t"]))
-    found = rows_of(file, pa.schema([("t", pa.float64())]), cut_shards([file], 3, 10**6))  # as older versions planned
+    found = rows_of(file, pa.schema([("t", pa.float64())]), cut_shards([file], 3, 10**6))
     assert str(found[0][1]).startswith("column t: ") and found[1] == ({"t": 0.5}, None)
 
 

@@ -69,7 +69,7 @@ def test_wherever_a_checkpoint_lies_the_answers_are_the_same(
     fetched = [path for path in (tmp_path / "cache" / "checkpoints").glob("bucket-job-model-*") if path.is_dir()]
     assert len(fetched) == 1 and {path.name for path in fetched[0].iterdir()} == set(content)
 
-    trained = b'{"min_depth": 1, "prompt": ["full"]}'
+    trained = b'{"depths": [1], "prompt": ["full"]}'
     stored = b'{"num_layers": 4, "speedup": 1.5, "horizon": 6, "trained": %s}' % trained
     hub.push("main", {**content, "skipdecode.json": stored})
     assert run("hub", asked["hub"]) == 0  # it stays with the commit that it began with

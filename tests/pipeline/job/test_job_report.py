@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from recorded_metrics import Recorded
 from pipeline import job as jobs
 from pipeline import metrics
 from pipeline.commit.finalize import STATS
-from pipeline.commit.runs import RUNS, _warn_of_other_versions, read_runs, recorded_run, versions
+from pipeline.commit.runs import RUNS, read_runs, recorded_run
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.metrics import METRICS
 from pipeline.report import job_page
 from pipeline.report.job_page import REPORT
 from pipeline.report.progress import shown_progress
-from pipeline.storage.folder import LocalFolder, open_folder
+from pipeline.storage.folder import LocalFolder, open_folder, write_json
 
 
 def job(folder: Path, checkpoint: Path, **changes: Any) -> JobConfig:
@@ -160,17 +161,21 @@ def test_console_and_page_give_one_cost_and_know_the_speed_up_without_a_plan(
         assert f"<p>{line}</p>" in page
 
 
-def test_a_job_that_goes_on_without_its_compiler_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("before", [{}, {"torch": "1.0", "skipdecode": "0.0.1", "C++ compiler": "g++ 12"}])
+def test_a_run_that_goes_on_under_other_versions_names_them_in_one_line(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: Any
 ) -> None:
-    """Other products answer then, which round otherwise. Records of earlier versions name no compiler."""
+    """Without its compiler, other products answer, which round otherwise."""
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    now = versions()
-    for compiler, said in (("g++ 12", 1), ("none", 0), (None, 0)):
-        before = {key: value for key, value in now.items() if key != "C++ compiler"}
-        caplog.clear()
-        _warn_of_other_versions(before if compiler is None else {**before, "C++ compiler": compiler}, now)
-        assert sum("C++ compiler g++ 12 -> none" in line for line in caplog.messages) == said
+    folder, config = LocalFolder(str(tmp_path), tmp_path), job(tmp_path, checkpoint)
+    with recorded_run(folder, config, 100.0, 10):
+        pass
+    (run,) = read_runs(folder)
+    write_json(folder, RUNS, [asdict(replace(run, versions={**run.versions, **before}))])
+    with recorded_run(folder, config, 200.0, 4):
+        pass
+    lines = [line for line in caplog.messages if "other versions" in line]
+    assert len(lines) == bool(before) and all(f"{name} {old} -> " in lines[0] for name, old in before.items())
 
 
 DRIVER = {"job_rows", "job_rows_done", "eta_seconds"}

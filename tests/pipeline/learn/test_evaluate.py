@@ -290,7 +290,6 @@ BAD = [
     ({"output": "eval.yaml"}, "output: eval.yaml: cannot be created: File exists"),
     ({"output": "link"}, "holds '.*' and no evaluate.json of an earlier run; choose"),
     ({"data": {"path": "."}, "output": "link/out"}, "link/out and data.path .* overlap"),
-    ({"beside": {"dense": "other"}}, "beside is now baselines"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' and 'a b' would write the same file; rename"),
     ({"baselines": {"chance": "other"}}, "baselines: 'chance' and 'chance' would write the same file; rename"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' and 'reference model' would write the same file"),

@@ -8,22 +8,27 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import InProcess
 from memory_folder import MemoryFolder
+from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
 from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.plan import inputs as inputs_module
 from pipeline.plan import manifest as manifests
+from pipeline.plan import plan_files
 from pipeline.plan.batching import chosen_scheduler
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, coverage_problems, difference, plan_job
@@ -193,9 +198,28 @@ def test_a_plan_survives_its_files(inputs: Path, checkpoint: Path, folder: Folde
 def test_a_plan_that_cannot_be_read_is_named(inputs: Path, checkpoint: Path, folder: Folder, text: bytes) -> None:
     save(folder, plan(job(inputs, checkpoint)))
     folder.replace(JOB, text)
-    with pytest.raises(UserError, match=r"(damaged|not a job of this version).*start again with --overwrite") as caught:
+    with pytest.raises(UserError, match=r"(damaged|plan has format).*start again with --overwrite") as caught:
         load(folder)
     assert str(caught.value).startswith(f"{folder.url}/{JOB}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "constant", "says"),
+    [(plan_files, "FORMAT", "plan has format"), (manifests, "ANSWERS_VERSION", "answers have version")],
+)
+def test_an_output_of_another_version_is_refused_and_both_are_named(
+    tmp_path: Path, inputs: Path, checkpoint: Path, module: ModuleType, constant: str, says: str
+) -> None:
+    config, known = job(inputs, checkpoint, output={"path": str(tmp_path / "out")}), getattr(module, constant)
+    file, out = tmp_path / "job.yaml", open_folder(config.output.path, StorageConfig())
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", include={"input", "output", "model"})))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, constant, known - 1)
+        save(out, plan(config))
+    for command in (["run", str(file)], ["report", out.url], ["report", out.url, "--verify"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2 and "\n" not in done.stderr.strip(), done.output
+        assert f"{says} {known - 1}, but this version of skipdecode reads {known};" in done.stderr
 
 
 @pytest.mark.parametrize("name", [INPUTS, PLAN, SCHEMA])
@@ -287,7 +311,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"sampling": {"seed": 1}}, ["sampling.seed"]),
         ({"sampling": {"max_new_tokens": 9, "top_k": 3}}, ["sampling.max_new_tokens", "sampling.top_k"]),
         ({"input": {"template": "{{ prompt }}!"}}, ["input.template"]),
-        ({"input": {"template": "{{ prompt | tojson }}"}}, ["input.template", "input.tojson"]),
+        ({"input": {"template": "{{ prompt | tojson }}"}}, ["input.template"]),
         ({"input": {"too_long": "truncate_left"}}, ["input.too_long"]),
         ({"input": {"special_tokens": "text"}}, ["input.special_tokens"]),
         ({"output": {"keep": ["topic"]}}, ["output.keep"]),
@@ -332,29 +356,6 @@ def test_limit_checkpoint_and_input_files_are_part_of_the_job(inputs: Path, chec
     changed = plan(config)
     assert changed.fingerprint != plain.fingerprint
     assert difference(plain.identity, changed.identity) == ["input.files"]
-
-
-@pytest.mark.parametrize(
-    ("removed", "changes", "goes_on"),
-    [
-        ({"compile": False, "products": "measured", "kv_cache": None}, {}, True),
-        ({"compile": False}, {"sampling": {"seed": 1}}, False),
-        ({"compile": True}, {}, False),
-    ],
-)
-def test_a_job_whose_identity_has_keys_that_were_removed_since_goes_on(
-    inputs: Path, checkpoint: Path, folder: Folder, removed: dict[str, Any], changes: dict[str, Any], goes_on: bool
-) -> None:
-    """It keeps its fingerprint, if the removed keys had their default and nothing else differs."""
-    planned = plan(job(inputs, checkpoint))
-    older = {**planned.identity, "model": {**planned.identity["model"], **removed}}
-    save(folder, replace(planned, identity=older, fingerprint="of an earlier version"))
-    stored = load(folder)
-    assert stored is not None
-    resumed = plan(job(inputs, checkpoint, **changes), stored=stored)
-    assert (resumed.fingerprint == "of an earlier version") == goes_on
-    names = ["model.compile"] if removed == {"compile": True} else ["sampling.seed"] if changes else []
-    assert difference(stored.identity, resumed.identity) == names
 
 
 def test_pinned_files_that_changed_or_went_are_refused(inputs: Path, checkpoint: Path) -> None:

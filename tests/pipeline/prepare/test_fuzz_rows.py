@@ -146,7 +146,7 @@ def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa
         return None
     given = config.input
     spec = PromptSpec(str(checkpoint), 300, 64, given, SamplingParams(max_new_tokens=4))
-    out = part_spec(id_column=given.id, keep=tuple(config.output.keep))
+    out = part_spec(id_column=given.id, keep=tuple(config.output.keep), root=given.path[0])
     done = []
     for file in files:
         shards = cut_shards([file], 2, 2**20)
