@@ -57,8 +57,7 @@ def build_engine(
 ) -> Engine:
     """Load the checkpoint's weights and build the engine.
 
-    A speed adapter is merged into the weights unless `schedule` runs every layer for every token. Weights stored as
-    8-bit codes are multiplied in 8 bits if the CPU supports this. Otherwise they are expanded to `dtype`.
+    A speed adapter is merged into the weights unless `schedule` runs every layer for every token.
 
     Raises:
         UserError: Weights are missing or damaged, the speed adapter was trained for other weights, the device does not
@@ -66,7 +65,6 @@ def build_engine(
     """
     import torch
 
-    from actors.engine.cpu import library
     from actors.engine.cpu.executor import fastest_decoder
     from actors.engine.engine import Engine
 
@@ -80,12 +78,8 @@ def build_engine(
     adapter = None if schedule.is_full_depth else checkpoint.adapter
     if adapter is not None:
         adapter.check_base(base_digest(checkpoint.path), str(checkpoint.path))
-    stored = checkpoint.stored
-    keep_codes = stored is not None and (
-        stored.kind == "int8" if int8 else stored.run(dtype, on_gpu=on_gpu) and library.quantizes(torch.bfloat16, place)
-    )
     with quiet_transformers(), current_device(place):
-        model = load_decoder(checkpoint.path, getattr(torch, dtype), place, keep_codes=keep_codes).model
+        model = load_decoder(checkpoint.path, getattr(torch, dtype), place).model
         if adapter is not None:
             merge(model, adapter)
         decoder = fastest_decoder(model, max(tokenizer.get_vocab().values()) + 1, int8=int8)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from actors.engine.cache import PrefixKeys, SkipCache
 from actors.engine.library.packed_attention import Attendance
-from actors.engine.model.compressed import scales_of
 from actors.engine.model.families import ModelShape, Rotary, context_length, family_of
 
 
@@ -47,8 +46,6 @@ def _head_of(model: PreTrainedModel, tokens: int) -> nn.Module:
     head.weight = nn.Parameter(whole.weight.detach()[:tokens], requires_grad=False)
     if whole.bias is not None:
         head.bias = nn.Parameter(whole.bias.detach()[:tokens], requires_grad=False)
-    if (scales := scales_of(whole)) is not None:
-        head.scales = scales[:tokens]
     return head
 
 

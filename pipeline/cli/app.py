@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.command import command
-from pipeline.cli.init import convert, init
+from pipeline.cli.init import init
 from pipeline.cli.learn import adapt, evaluate, tune
 from pipeline.cli.report import report
 from pipeline.cli.run import plan, run, try_rows
@@ -71,7 +71,7 @@ def options(
     """Answer tables of prompts on Ray, with fewer layers for the later tokens of an answer (SkipDecode)."""
 
 
-for function in (demo, init, run, plan, adapt, tune, evaluate, report, convert, serve, keys):
+for function in (demo, init, run, plan, adapt, tune, evaluate, report, serve, keys):
     app.command()(function)
 app.command("try")(try_rows)
 

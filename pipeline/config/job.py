@@ -56,7 +56,7 @@ class ModelConfig(Section):
     weights: Literal["int8"] | None = Field(
         None,
         description="int8: 8-bit weights in linear layers and head, with one scale per output channel; only on CPUs "
-        "and with dtype bfloat16; fast with AVX512-VNNI. Default: 8-bit if the checkpoint is, else as in dtype",
+        "and with dtype bfloat16; fast with AVX512-VNNI. Default: as in dtype",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the actor has a GPU, else cpu")
     engine: EngineName = Field(

@@ -42,14 +42,11 @@ def log_memory_estimate(
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
     """Return the memory that one actor needs. Raises UserError if the checkpoint's tensors do not match its config."""
-    on_gpu = _on_gpu(model, actors)
-    if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
-        runs = stored.run(model.dtype, on_gpu=on_gpu)
-        lacking = f" (expanded to {model.dtype} if a CPU lacks the instructions)"
-        log.info("model: %s weights%s", stored.kind, lacking if runs else f", expanded to {model.dtype}")
     tensors = checkpoint.tensors()
     check_weights(checkpoint.checkpoint.config, tensors, model.path)
-    return memory_needed(checkpoint.checkpoint, model.dtype, batching.cache_bytes, tensors, on_gpu=on_gpu)
+    return memory_needed(
+        checkpoint.checkpoint, model.dtype, batching.cache_bytes, tensors, on_gpu=_on_gpu(model, actors)
+    )
 
 
 def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:

@@ -107,7 +107,7 @@ def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_fact
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors, no config_groups"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
     ],
 )
@@ -116,15 +116,16 @@ def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict
     with pytest.raises(UserError) as caught:
         inspect(checkpoint)
     assert str(caught.value) == (
-        f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint, or a "
-        "compressed-tensors checkpoint with 8 bits and scales for tensors, outputs or groups"
+        f"{checkpoint}: quantized weights ({name}) run only in vLLM: set model.engine: vllm, or give the publisher's "
+        "bfloat16 checkpoint"
     )
+    assert not inspect(checkpoint, by_vllm=True).in_library
 
 
 def test_one_file_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=rf": is one file of a checkpoint; give its folder, {checkpoint}$"):
         inspect(checkpoint / "model.safetensors")
-    with pytest.raises(UserError, match=r"^m/model.gguf: GGUF cannot be run; .*skipdecode convert m/model.gguf FOLDER"):
+    with pytest.raises(UserError, match=r"^m/model.gguf: GGUF cannot be run; give .* the publisher's safetensors"):
         inspect("m/model.gguf")
     with pytest.raises(UserError, match=r"config.json: is a file; give the folder of a checkpoint$"):
         inspect(checkpoint / "config.json")

@@ -48,7 +48,6 @@ def fastest_decoder(model: PreTrainedModel, tokens: int | None = None, *, int8: 
         model: The model. Do not use it afterwards, because its layers and head may be replaced.
         tokens: Compute logits only for token ids below this number; None: for all ids.
         int8: Whether to round linear layers and head to 8 bits (see `cpu.products`), which needs bfloat16 on a CPU.
-            Layers stored as 8-bit codes (`compressed.scales_of`) need bfloat16 on a CPU too, and always use 8 bits.
     """
     weight = next(model.parameters())
     assert not int8 or (weight.device.type == "cpu" and weight.dtype == torch.bfloat16)

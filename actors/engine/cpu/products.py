@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
-from actors.engine.model.compressed import LIMIT, largest_scales, scales_of
 
 ROWS = 32  # number of rows for which oneDNN optimizes a weight's layout; other numbers of rows are about as fast
+LIMIT = 127  # 8-bit codes are -127 ... 127
 GROUP = 64  # number of inputs that share a scale; must equal GROUP in products.h
 PAGE = 2**21  # bytes of a huge page; where huge pages have another size, some memory is wasted
 ALIGNED = 64  # alignment of weights in bytes, which the kernels need
@@ -74,11 +74,11 @@ class QuantizedProduct(PanelProduct):
 
     kernel = "multiply_int8"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
-        """Pack a copy of bfloat16 `weight` [O, I]; the caller may free the original. scales: see `quantize_weight`."""
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Pack a copy of bfloat16 `weight` [O, I]; the caller may free the original."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
-        codes, scales = quantize_weight(weight, scales)
+        codes, scales = quantize_weight(weight)
         self.native = quantizes(weight.dtype, weight.device)
         self.packed = pack_codes(codes, scales) if self.native else codes
         self.scales = None if self.native else scales
@@ -110,16 +110,15 @@ class LibraryProduct:
 Product = PanelProduct | LibraryProduct
 
 
-def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, scales: Tensor | None = None) -> Product | None:
+def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> Product | None:
     """Return the fastest function x [..., I] -> x W^T + b [..., O]; None if torch's linear layer is fastest.
 
     Args:
         weight, bias: W [O, I] and b [O].
         int8: Whether to round W and x to 8 bits.
-        scales: Scales of the int8 codes from which W was expanded. If given, x is rounded to 8 bits too.
     """
-    if int8 or scales is not None:
-        return QuantizedProduct(weight, bias, scales)
+    if int8:
+        return QuantizedProduct(weight, bias)
     if multiplies(weight.dtype, weight.device) and weight.shape[1] % (4 // weight.dtype.itemsize) == 0:
         return PanelProduct(weight, bias)
     return LibraryProduct(weight, bias) if packs(weight.dtype, weight.device) else None
@@ -155,7 +154,7 @@ def packed_linear(module: nn.Module, *, int8: bool = False) -> nn.Module:
         weight = module.weight.detach().T
     else:
         return module
-    made = product(weight, module.bias, int8=int8, scales=scales_of(module))
+    made = product(weight, module.bias, int8=int8)
     return module if made is None else PackedLinear(made, *weight.shape)
 
 
@@ -204,15 +203,13 @@ def to_huge_pages(tensors: list[Tensor]) -> None:
             freed = 0
 
 
-def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round weight [O, I] to 8 bits: return int8 codes [O, G * 64] and float32 scales [O]; weight ≈ codes * scales.
 
-    scales: scales of the int8 codes from which the weight was expanded to bfloat16. Then the result is these codes,
-    because bfloat16 moved each weight by at most a quarter of a scale. None: each output's largest code is 127.
+    Each output's largest code is `LIMIT`.
     """
     weight = weight.detach().float()
-    if scales is None:
-        scales = largest_scales(weight)
+    scales = weight.abs().amax(dim=1) / LIMIT
     codes = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
     return nn.functional.pad(codes, (0, -weight.shape[1] % GROUP)), scales
 

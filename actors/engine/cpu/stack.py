@@ -89,12 +89,10 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
     They support silu(gate) * up, gelu(gate) * up and relu(up). All products must be in `dtype`, or all in int8.
     """
     parts = weights.qkv, weights.output, weights.up, weights.down
-    quantized = [int8 or part.scales() is not None for part in parts]
     return (
         (weights.gated or weights.activation == "relu")
         and weights.head_dim <= LARGEST_HEAD
-        and len(set(quantized)) == 1
-        and (library.quantizes if quantized[0] else library.multiplies)(dtype, device)
+        and (library.quantizes if int8 else library.multiplies)(dtype, device)
         and (dtype == torch.float32 or all(size % 2 == 0 for size in (weights.head_dim, *(p.shape[1] for p in parts))))
     )
 
@@ -108,7 +106,7 @@ class Stack:
         describe: Callable[[nn.Module], LayerWeights],  # transformers' layer -> its weights
         embedding: Embedding,
         *,
-        int8: bool = False,  # whether to round all weights to 8 bits; weights stored as 8-bit codes keep 8 bits
+        int8: bool = False,  # whether to round all weights to 8 bits
     ) -> None:
         """Replace transformers' layers in `blocks` by packed layers. Free each layer before packing the next one."""
         described: list[tuple[dict[str, Any], list[PanelProduct], list[Tensor | None]]] = []
@@ -301,7 +299,7 @@ def _packed(weights: LayerWeights, int8: bool) -> tuple[dict[str, Any], list[Pan
     """Return the contents of a layer's `_Layer`: numbers by field name, products, and norm weights in field order."""
 
     def pack(part: Projection) -> PanelProduct:
-        made = product(*part.joined(), int8=int8, scales=part.scales())
+        made = product(*part.joined(), int8=int8)
         assert isinstance(made, PanelProduct)
         return made
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.model.weights import PACKED, SCALES, StoredTensor, building_models
+from actors.engine.model.weights import StoredTensor, building_models
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -39,11 +39,7 @@ def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor],
         model, report = model_class.from_pretrained(
             None,
             config=config,
-            state_dict={
-                key: torch.empty(tensor.shape, device="meta")
-                for key, tensor in tensors.items()
-                if not key.endswith((*SCALES, PACKED))
-            },
+            state_dict={key: torch.empty(tensor.shape, device="meta") for key, tensor in tensors.items()},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `report` lists the mismatches
             device_map={"": "meta"},
@@ -56,8 +52,6 @@ def check_report(
     report: Mapping[str, Any],  # transformers' loading info
     tensors: Mapping[str, StoredTensor],  # tensors in the checkpoint's files
     name: str,  # name of the checkpoint, for error messages
-    # names of weights that were unpacked from packed codes; None: all weights with a packed tensor in `tensors`
-    unpacked: Collection[str] | None = None,
 ) -> None:
     """Raise UserError if `report` lists an unused tensor, a wrong shape, or a weight without a tensor."""
 
@@ -65,9 +59,6 @@ def check_report(
         """Return the name of the file that holds a weight. There, the weight's name may lack the model's prefix."""
         return next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
 
-    if unpacked is None:
-        packed = tuple(f".{key.removesuffix(PACKED)}.weight" for key in tensors if key.endswith(PACKED))
-        unpacked = {weight for weight in report["missing_keys"] if f".{weight}".endswith(packed)}
     for weight, stored, wanted in sorted(report["mismatched_keys"]):
         raise UserError(
             f"{file(weight)}: {weight} has shape {list(stored)}, but config.json needs {list(wanted)}: the files "
@@ -75,7 +66,7 @@ def check_report(
         )
     layers = model.config.num_hidden_layers
     for weight in sorted(report["unexpected_keys"]):
-        if weight.endswith((*CONSTANTS, *SCALES, PACKED)):
+        if weight.endswith(CONSTANTS):
             continue
         layer = LAYER.search(weight)
         if layer is not None and int(layer[1]) >= layers:
@@ -89,7 +80,7 @@ def check_report(
                 f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model with this "
                 "config.json, so it would be left out: fetch the checkpoint again"
             )
-    if missing := report["missing_keys"] - unpacked:  # transformers has filled these weights with random numbers
+    if missing := report["missing_keys"]:  # transformers has filled these weights with random numbers
         raise UserError(f"{name}: no weights for {min(missing)}: fetch the checkpoint again")
 
 

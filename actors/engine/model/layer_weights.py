@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-from actors.engine.model.compressed import scales_of
 
 SILU, GELU = ("silu", "swish"), "gelu_pytorch_tanh"
 
@@ -73,15 +72,6 @@ class Projection:
             weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in self.layers
         ]
         return weight, torch.cat(biases)
-
-    def scales(self) -> Tensor | None:
-        """Return the scales [O] of the concatenated weight's 8-bit codes; None if any layer has no scales."""
-        found = [scales for layer in self.layers if (scales := scales_of(layer)) is not None]
-        if len(found) < len(self.layers):
-            return None
-        import torch
-
-        return torch.cat(found)
 
 
 @dataclass(frozen=True)

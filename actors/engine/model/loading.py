@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.model.compressed import CONFIG_KEYS, StoredWeights, expand, stored_weights
 from actors.engine.model.file_digests import read_object
 from actors.engine.model.fitting import check_report
 from actors.engine.model.speed_adapter import SpeedAdapter, check_shapes, read_adapter
@@ -44,8 +42,8 @@ SIZE_LIMITS = {  # key of config.json -> largest accepted value; families use di
     "vocab_size": 2**24,
     LENGTH: 2**28,
 }
+QUANTIZATION = ("quantization_config", "compression_config")  # keys of config.json; old checkpoints use the second
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Checkpoint:
     num_layers: int
     context_length: int
     adapter: SpeedAdapter | None = None
-    stored: StoredWeights | None = None  # how 8-bit weights are stored; None: the weights are not quantized
     in_library: bool = True  # whether this project's engine can run the checkpoint; otherwise only vLLM can
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
@@ -138,11 +135,12 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
     in_library = not by_vllm
     if by_vllm:
         with suppress(UserError):
-            stored_weights(values, folder)
+            _refuse_quantized(values, folder)
             family_named(values.get("model_type"))
             family_of(read_config(folder))
             in_library = True
-    stored = stored_weights(values, folder) if in_library else None
+    if in_library:
+        _refuse_quantized(values, folder)
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)}): fetch the checkpoint again")
@@ -169,7 +167,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
-    return Checkpoint(folder, config, spec, trained, layers, context, stored=stored, in_library=in_library)
+    return Checkpoint(folder, config, spec, trained, layers, context, in_library=in_library)
 
 
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
@@ -185,30 +183,35 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint, without the quantization keys: `expand` handles quantization.
-
-    Raises UserError if transformers cannot read the config.
-    """
+    """Return transformers' config of a checkpoint. Raises UserError if transformers cannot read it."""
     from transformers import AutoConfig
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise any exception for a damaged file
         raise UserError(f"config.json: {type(error).__name__}: {flat(error)}") from None
-    for key in CONFIG_KEYS:
-        if hasattr(config, key):
-            delattr(config, key)
     return config
 
 
 def refuse_file(path: str) -> None:
     """Raise UserError if `path` is a file instead of a checkpoint folder."""
     if path.endswith(".gguf"):
-        raise UserError(f"{path}: GGUF cannot be run; convert it (skipdecode convert {path} FOLDER) and give FOLDER")
+        raise UserError(f"{path}: GGUF cannot be run; give the folder of the publisher's safetensors")
     if path.endswith(".safetensors"):
         raise UserError(f"{path}: is one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
     if os.path.isfile(path):
         raise UserError(f"{path}: is a file; give the folder of a checkpoint")
+
+
+def _refuse_quantized(values: Mapping[str, Any], folder: Path) -> None:
+    """Raise UserError if config.json, whose content is `values`, says that the weights are quantized."""
+    for key in QUANTIZATION:
+        if entry := values.get(key):
+            method = entry.get("quant_method", key) if isinstance(entry, dict) else key
+            raise UserError(
+                f"{folder}: quantized weights ({str(method)[:40]}) run only in vLLM: set model.engine: vllm, or give "
+                "the publisher's bfloat16 checkpoint"
+            )
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
@@ -263,37 +266,31 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
     return tokenizer
 
 
-def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
+def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Load the checkpoint's model as a decoder, in eval mode, without gradients. Arguments: see `load_model`."""
     from actors.engine.decoder import Decoder
     from actors.engine.model.families import family_of
 
     attention = family_of(read_config(path)).attention
-    model = load_model(path, dtype, device, attention, keep_codes=keep_codes)
-    return Decoder(model.eval().requires_grad_(False))
+    return Decoder(load_model(path, dtype, device, attention).eval().requires_grad_(False))
 
 
-def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str, *, keep_codes: bool = False
-) -> PreTrainedModel:
+def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str) -> PreTrainedModel:
     """Load the checkpoint's model in `dtype` onto `device`.
 
-    Weights are read onto `device` tensor by tensor, without a second copy of the model. 8-bit weights are expanded to
-    `dtype`.
+    Weights are read onto `device` tensor by tensor, without a second copy of the model.
 
     Args:
         path: the checkpoint's folder.
         dtype: type of all parameters.
         device: device of the model. None: the CPU; the caller may move the model later.
         attention: name of the attention implementation in transformers.
-        keep_codes: whether to keep the scales of int8 weights, see `compressed.scales_of`.
 
     Raises:
-        UserError: a weight or scale is missing or has a wrong shape, or a tensor does not belong to the model.
+        UserError: a weight is missing or has a wrong shape, or a tensor does not belong to the model.
     """
     from transformers import AutoModelForCausalLM
 
-    stored = stored_weights(read_object(Path(path) / "config.json"), Path(path))
     tensors = folder_tensors(Path(path))
     on_cpu = device is None or device.type == "cpu"
     with building_models:
@@ -310,8 +307,5 @@ def load_model(
             attn_implementation=attention,
         )
     model, report = loaded
-    unpacked = set() if stored is None else expand(model, Path(path), stored, keep=keep_codes)
-    check_report(model, report, tensors, str(path), unpacked)
-    if stored is not None and not keep_codes:
-        log.info("%s: expanded %s weights to %s", path, stored.kind, str(dtype).removeprefix("torch."))
+    check_report(model, report, tensors, str(path))
     return model  # type: ignore[no-any-return]

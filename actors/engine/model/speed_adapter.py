@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.errors import UserError
-from actors.engine.model.compressed import renew
 from actors.engine.model.file_digests import digests, file_digest, read_object, weights_digest
 from actors.engine.model.weights import building_models, names_in, weight_files
 from actors.engine.schedule.file import SCHEDULE_FILE
@@ -121,7 +120,6 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
             if isinstance(module, Conv1D):  # the weight of Conv1D is [I, O]
                 change = change.T
             weight.data.copy_(weight.data.float() + change)
-            renew(module)
 
 
 def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.Tensor:

@@ -20,8 +20,6 @@ ALLOWANCE = 2**29  # bytes of memory for the process, its libraries, and the act
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # hold this lock while transformers builds a model: it changes a class's method and torch's default dtype meanwhile
 building_models = threading.Lock()
-SCALES = ("_scale", "_zero_point", ".weight_shape")  # name suffixes of tensors that describe 8-bit weights
-PACKED = ".weight_packed"  # name suffix of packed 8-bit weights, four in an int32; see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -57,7 +55,7 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
         other = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         hint = f"; {other[0]} is a pickle, which is not loaded: convert it" if other else ""
         if gguf := sorted(name for name in names if name.endswith(".gguf")):
-            hint = f"; {gguf[0]} is GGUF: fetch it and convert it (skipdecode convert)"
+            hint = f"; {gguf[0]} is GGUF, which is not loaded: give the publisher's safetensors"
         raise UserError(f"{folder}: no safetensors weights ({WEIGHTS} or {INDEX}){hint}")
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
@@ -140,8 +138,8 @@ def names_in(folder: Path) -> list[str]:
 
 def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
     """Return the memory that a model needs in `dtype`. tied: whether head and embedding share a tensor in memory."""
-    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
-    count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
+    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    count = sum(sizes.values())
     shapes = [tensor.shape for tensor in tensors.values()]
     if tied:  # the embedding has the head's shape; a checkpoint may also store only one of the two
         count -= sum(sizes[name] for name in _HEADS if name in sizes and shapes.count(tensors[name].shape) > 1)

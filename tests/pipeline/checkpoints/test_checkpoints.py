@@ -123,7 +123,7 @@ def test_a_path_of_no_checkpoint_is_refused() -> None:
         assert refusal(path).endswith(f"no such checkpoint folder in the current folder, {os.getcwd()}")
     assert refusal("/nowhere/at/all").endswith("no such checkpoint folder")
     assert "local folder, s3:// or the hub" in refusal("gs://bucket/model")
-    assert "convert it (skipdecode convert s3://checkpoints/m.gguf FOLDER)" in refusal("s3://checkpoints/m.gguf")
+    assert "s3://checkpoints/m.gguf: GGUF cannot be run" in refusal("s3://checkpoints/m.gguf")
 
 
 def test_quantized_weights_in_a_bucket_are_refused_before_they_are_fetched(
@@ -132,9 +132,9 @@ def test_quantized_weights_in_a_bucket_are_refused_before_they_are_fetched(
     url = put(checkpoint, "s3://bucket/quantized", s3)
     config = {**json.loads((checkpoint / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
     client_of(s3).put_object(Bucket="bucket", Key="quantized/config.json", Body=json.dumps(config).encode())
-    assert "quantized weights (awq) are not supported; give the bfloat16 checkpoint" in refusal(url, s3)
+    assert "quantized weights (awq) run only in vLLM: set model.engine: vllm" in refusal(url, s3)
     assert not any(name.endswith(".safetensors") for name in held(place))
-    assert "convert it (skipdecode convert s3://checkpoints/m.gguf FOLDER)" in refusal("s3://checkpoints/m.gguf", s3)
+    assert "s3://checkpoints/m.gguf: GGUF cannot be run" in refusal("s3://checkpoints/m.gguf", s3)
 
 
 def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
@@ -449,10 +449,10 @@ def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoi
 def test_quantized_weights_on_the_hub_are_refused_before_they_are_fetched(hub: Hub, checkpoint: Path) -> None:
     config = {**json.loads((checkpoint / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}
     hub.push("main", {**files(checkpoint), "config.json": json.dumps(config).encode()})
-    assert "quantized weights (fp8) are not supported; give the bfloat16 checkpoint" in refusal(f"{REPO}@main")
+    assert "quantized weights (fp8) run only in vLLM" in refusal(f"{REPO}@main")
     assert WEIGHTS not in hub.downloads()
     hub.push("main", {"config.json": b'{"model_type": "llama"}', "m.Q4_1.gguf": b"GGUF"})
-    assert "m.Q4_1.gguf is GGUF: fetch it and convert it (skipdecode convert)" in refusal(f"{REPO}@main")
+    assert "m.Q4_1.gguf is GGUF, which is not loaded: give the publisher's safetensors" in refusal(f"{REPO}@main")
 
 
 def test_a_missing_model_or_revision_is_one_line(hub: Hub, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from compressed_checkpoints import compressed
 from pydantic import ValidationError
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
@@ -162,23 +161,7 @@ def test_a_file_of_the_user_stays_when_training_ends(recipe: dict[str, Any], tmp
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_all_weights_are_trained_from_expanded_ones(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
-    """Of a checkpoint with 8 bits; the trained one is plain."""
-    folder = compressed(start, tmp_path / "fp8", "fp8")
-    train_recipe({**recipe, "model": {"path": str(folder)}}, max_steps=1, learning_rate=1e-9, bf16=False)
-    trained = inspect(tmp_path / "out")
-    assert trained.stored is None and inspect(folder).stored is not None
-    got, want = (load_decoder(path, torch.float32, torch.device("cpu")).model for path in (trained.path, folder))
-    for name, weight in got.state_dict().items():
-        torch.testing.assert_close(weight, want.state_dict()[name], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("weights_of_start", ["plain", "int8"])
-def test_a_speed_adapter_is_trained_above_1x_alone(
-    taught: dict[str, Any], start: Path, tmp_path: Path, weights_of_start: str
-) -> None:
-    if weights_of_start == "int8":
-        start = compressed(start, tmp_path / "int8", "int8")
+def test_a_speed_adapter_is_trained_above_1x_alone(taught: dict[str, Any], start: Path, tmp_path: Path) -> None:
     adapted = {**taught, "model": {"path": str(start)}, "adapter": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
     adapted["loss"]["teacher_top_k"] = 1000
     before = weights(start)
