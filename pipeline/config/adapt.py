@@ -101,11 +101,6 @@ class AdaptConfig(Section):
         description="keys as in section training of training files; default: 3 epochs; 16 rows per step, each at all "
         "speeds; learning rate 1e-3 (full weights: 1e-4); 20 warm-up steps; bf16 unless model.dtype is float32",
     )
-    workers: dict[str, Any] = Field(
-        default_factory=dict,
-        description="keys as in section workers of training files, such as {count: 2} to train in two processes; "
-        "default: one process",
-    )
     runs: int = Field(2, ge=1, description="how often each speed of the tuned model is timed; the median is used")
 
     @model_validator(mode="after")

@@ -111,7 +111,7 @@ class AdapterConfig(Section):
 class TrainingConfig(Section):
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
     max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as the epochs need")
-    batch_size: int = Field(64, ge=1, description="training pairs per optimizer step, in all workers together")
+    batch_size: int = Field(64, ge=1, description="training pairs per optimizer step")
     speeds_per_step: int = Field(
         1, ge=1, description="number of schedules drawn for each step; they share one forward pass over the prompts"
     )
@@ -122,8 +122,8 @@ class TrainingConfig(Section):
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="maximum tokens that a worker computes at once. Default on a CPU: as many as fit in 3 GiB of "
-        "activations, divided by the number of workers; on a GPU: as many as fit in a quarter of its memory",
+        description="maximum tokens to compute at once. Default on a CPU: as many as fit in 3 GiB of "
+        "activations; on a GPU: as many as fit in a quarter of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate; it falls to zero along a cosine")
@@ -140,15 +140,7 @@ class TrainingConfig(Section):
     early_stopping: int | None = Field(
         None, ge=1, description="stop if the dev-set loss has not improved in this many measurements; default: never"
     )
-    threads: int | None = Field(None, ge=1, description="torch threads; default: all cores, or workers.cpus if given")
-
-
-class WorkersConfig(Section):
-    """Data-parallel training in several processes on this machine. Each worker process holds the whole model."""
-
-    count: int = Field(ge=1, description="number of worker processes")
-    gpus: Literal[0, 1] = Field(0, description="GPUs per worker")
-    cpus: float = Field(1, gt=0, description="CPUs per worker")
+    threads: int | None = Field(None, ge=1, description="torch threads; default: all cores")
 
 
 class TuneConfig(Section):
@@ -159,14 +151,3 @@ class TuneConfig(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     adapter: AdapterConfig | None = Field(None, description="train a speed adapter instead of all weights")
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    workers: WorkersConfig | None = Field(None, description="train in several processes")
-
-    @model_validator(mode="after")
-    def _fits(self) -> TuneConfig:
-        workers = self.workers.count if self.workers else 1
-        if self.training.batch_size % workers:
-            raise UserError(
-                f"training.batch_size = {self.training.batch_size} cannot be cut into {workers} equal parts: "
-                "make it a multiple of workers.count"
-            )
-        return self

@@ -138,7 +138,6 @@ def tune_config(task: Task, model: str, max_tokens: int, prompts: Sequence[str])
             "bf16": task.config.model.dtype != "float32",
             **adapt.training,
         },
-        "workers": adapt.workers or None,
     }
     return validated(TuneConfig, values, "adapt")
 

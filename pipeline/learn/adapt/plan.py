@@ -28,7 +28,6 @@ from pipeline.learn.adapt.configs import Task
 from pipeline.learn.adapt.rows import layout
 from pipeline.learn.tune.adapters import check_targets, started
 from pipeline.learn.tune.plan import teacher_context
-from pipeline.learn.tune.workers import check_machine
 from pipeline.messages import install_command
 from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.inputs import check_output_disjoint
@@ -93,7 +92,6 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
     task = Task(config, source, folder, resolved, files, schema, shape, inputs)
     recipe = configs.tune_config(task, ".", 4, task.prompt_policies(1.0))  # checks the options of the training
     if "tune" not in record.done:
-        check_machine(recipe.workers)
         try:
             if recipe.adapter is not None:
                 check_targets(recipe.adapter, resolved.checkpoint.config)

@@ -17,7 +17,7 @@ from pipeline.storage.owned_folder import OwnedFolder, check_apart, local_path
 
 RECORD, STATE, STATE_FILE, RECIPE = "tune.json", "_training", "state.pt", "recipe.json"
 # keys that may change when an interrupted training is resumed
-FREE: dict[str, Any] = {"training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps"}, "workers": True}
+FREE: dict[str, Any] = {"training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps"}}
 
 
 def folder(config: TuneConfig) -> Path:
@@ -109,7 +109,7 @@ def _versions(files: list[Path]) -> dict[str, list[int]]:
 
 
 def _without_hardware(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**config, "training": {**config["training"], "threads": None}, "workers": None}
+    return {**config, "training": {**config["training"], "threads": None}}
 
 
 def _read(path: Path) -> Any:

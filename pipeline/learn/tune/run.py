@@ -1,6 +1,6 @@
 """`skipdecode tune`: trains a checkpoint for one or more schedules.
 
-recipe ──> plan ──────────────> train (in this process or in workers) ──> checkpoint, tune.json
+recipe ──> plan ──────────────> train ──────────────────────────────> checkpoint, tune.json
            data, tokenizer,      draws schedules at each step
            schedules
 """
@@ -23,7 +23,6 @@ from pipeline.learn.keep_order import measured_order
 from pipeline.learn.tune import resume
 from pipeline.learn.tune.plan import TrainingPlan, plan_training, with_order
 from pipeline.learn.tune.train import train
-from pipeline.learn.tune.workers import check_machine, train_in_processes
 from pipeline.runtime.announce import announce
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ def tune(config: TuneConfig) -> Path:
     if resume.finished(config):
         log.warning("the training in %s is finished; nothing is left to do", config.output)
         return Path(config.output)
-    check_machine(config.workers)
     resume.begin(config)
     announce(
         f"training {config.model.path} on {len(plan.train):,} pairs, with a dev set of {len(plan.dev):,}; "
@@ -46,8 +44,7 @@ def tune(config: TuneConfig) -> Path:
     )
     if config.schedule.keep_order == MEASURED:
         plan = with_measured_order(config, plan)
-    run = train if config.workers is None else train_in_processes
-    run(config, plan)
+    train(config, plan)
     return Path(config.output)
 
 
@@ -62,5 +59,5 @@ def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
     order, warmup = measured_order(
         identity, lambda: fastest_decoder(load_decoder(path, dtype, device).model), rows, given, None
     )
-    free_memory()  # the training, perhaps in another process, needs the GPU's memory
+    free_memory()  # the training needs the GPU's memory
     return with_order(config, plan, order, warmup)

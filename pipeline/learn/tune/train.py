@@ -1,4 +1,4 @@
-"""Runs a training, or one worker of it, in this process: from the plan to the saved checkpoint."""
+"""Runs a training, from the plan to the saved checkpoint."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ MIN_TOKENS = 256  # a micro-batch may always have this many tokens
 
 
 def train(config: TuneConfig, plan: TrainingPlan) -> None:
-    """Train in this process, and save the weights of the best step and `tune.json` into `config.output`.
+    """Train, and save the weights of the best step and `tune.json` into `config.output`.
 
-    Call `resume.begin` first. Training resumes from the last saved step, if there is one. If there are several workers,
-    only the first one saves.
+    Call `resume.begin` first. Training resumes from the last saved step, if there is one.
     """
     began = time.monotonic()
     set_threads(config.training.threads)
@@ -44,8 +43,6 @@ def train(config: TuneConfig, plan: TrainingPlan) -> None:
     training = _training(config, plan)
     with kept_heap():
         training.run()
-    if training.rank > 0:
-        return
     first, last, kept = training.dev_losses[0], training.dev_losses[-1], training.load_best()
     harmed = harm(first, kept if kept["step"] > 0 else last)
     if not math.isfinite(last[LOSS]):
@@ -85,9 +82,7 @@ def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
 
 
 def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
-    workers = config.workers.count if config.workers else 1
-    on_gpu = torch.cuda.is_available() and (config.workers is None or config.workers.gpus > 0)
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bf16 = config.training.bf16 and has_bf16(device)
     model = load_model(config.model.path, torch.float32, None, packed_attention.register()).to(device)  # type: ignore[arg-type]
     decoder = Decoder(model)
@@ -100,20 +95,17 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
         plan,
         config,
         _teacher(config, decoder, adapted, bf16),
-        tokens=config.training.micro_batch_tokens or tokens_at_once(model, bf16, workers),
+        tokens=config.training.micro_batch_tokens or tokens_at_once(model, bf16),
         bf16=bf16,
     )
 
 
-def tokens_at_once(model: PreTrainedModel, bf16: bool, workers: int = 1) -> int:
-    """Return the number of tokens whose activations fit `ACTIVATIONS` bytes on a CPU, or 1/4 of a GPU's memory.
-
-    workers: number of workers. On a CPU, they share the `ACTIVATIONS` bytes. On GPUs, each worker has its own GPU.
-    """
+def tokens_at_once(model: PreTrainedModel, bf16: bool) -> int:
+    """Return the number of tokens whose activations fit `ACTIVATIONS` bytes on a CPU, or 1/4 of a GPU's memory."""
     shape, device = ModelShape.of(model.config), model.device
     of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)  # bytes per token
     is_gpu = device.type == "cuda"
-    available = torch.cuda.get_device_properties(device).total_memory // 4 if is_gpu else ACTIVATIONS // workers
+    available = torch.cuda.get_device_properties(device).total_memory // 4 if is_gpu else ACTIVATIONS
     return max(MIN_TOKENS, available // (shape.layers * of_layer))
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
@@ -51,7 +51,6 @@ class Teacher:
     vocabulary: int
     alone: Callable[[], AbstractContextManager[Any]] = nullcontext
     _kept: dict[Any, Targets] = field(default_factory=dict)
-    _new: list[tuple[Any, Targets]] = field(default_factory=list)  # distributions computed since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
         """Return the teacher's distributions for the response tokens of `pairs`. Cache them for pairs with a key."""
@@ -60,15 +59,8 @@ class Teacher:
         if missing:
             found = self._computed(missing)
             known |= {id(pair): targets for pair, targets in zip(missing, found, strict=True)}
-            keyed = [(pair[KEY], targets) for pair, targets in zip(missing, found, strict=True) if KEY in pair]
-            self._kept |= dict(keyed)
-            self._new += keyed
+            self._kept |= {pair[KEY]: targets for pair, targets in zip(missing, found, strict=True) if KEY in pair}
         return Targets.joined([known[id(pair)] for pair in pairs]).each(lambda values: values.to(self.decoder.device))
-
-    def exchange(self) -> None:
-        """Share new distributions among all workers, because a pair may go to another worker in the next epoch."""
-        found, self._new = _gathered(self._new), []
-        self._kept |= dict(found)
 
     def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
         model = self.decoder.model
@@ -84,8 +76,7 @@ class Teacher:
         finally:
             model.train(was_training)
         whole, lengths = Targets.joined(parts), (len(pair["input_ids"]) - pair["prompt_tokens"] for pair in pairs)
-        # cloned, because pickling a slice would write the whole tensor that it is a view of
-        return [whole[first:last].each(torch.clone) for first, last in pairwise(accumulate(lengths, initial=0))]
+        return [whole[first:last] for first, last in pairwise(accumulate(lengths, initial=0))]
 
 
 class Training:
@@ -94,7 +85,7 @@ class Training:
     Args:
         model: Model to train; only weights that require gradients change.
         decoder: Decoder of `model`, with the attention of `packed_attention`.
-        plan: Pairs and schedules. All workers and micro-batches of a step use the same schedules.
+        plan: Pairs and schedules. All micro-batches of a step use the same schedules.
         config: The recipe.
         teacher: Teacher for the distillation; None: no distillation.
         tokens: Maximum number of tokens of a micro-batch.
@@ -115,9 +106,6 @@ class Training:
         self.model, self.decoder, self.schedules = model, decoder, dict(plan.schedules)
         self.settings, self.loss, self.teacher, self.tokens = config.training, config.loss, teacher, tokens
         self.bf16, self.folder = bf16, folder(config)  # the folder of the best weights, and of the state to resume from
-        self.rank, self.workers = 0, 1
-        if distributed.is_initialized():
-            self.rank, self.workers = distributed.get_rank(), distributed.get_world_size()
         self.steps = training_steps(self.settings, len(plan.train))
         once = self.steps * self.settings.batch_size <= len(plan.train)  # no pair is trained on twice: nothing to cache
         self.train = plan.train if once else _with_keys(plan.train, "train")
@@ -138,8 +126,7 @@ class Training:
         self._resume()
         if not self.dev_losses:
             self.evaluate()
-        if self.rank == 0:
-            announce(f"training: {self.step:,} of {self.steps:,} steps")
+        announce(f"training: {self.step:,} of {self.steps:,} steps")
         began, timer = time.monotonic(), Timer()
         while (
             self.step < self.steps
@@ -148,7 +135,7 @@ class Training:
         ):
             loss = self._step()
             self.step += 1
-            if self.rank == 0 and (timer.is_due() or self.step == self.began_at + 1):
+            if timer.is_due() or self.step == self.began_at + 1:
                 each = (time.monotonic() - began) / (self.step - self.began_at)
                 announce(
                     f"training: {self.step:,} of {self.steps:,} steps, {duration(each)} a step, about "
@@ -169,16 +156,14 @@ class Training:
     def _step(self) -> Tensor:
         """Train on the batch of one step. Return the mean objective over response tokens and schedules."""
         pairs, names = self._pairs(), self.drawn(self.step)
-        own = pairs[self.rank :: self.workers]
         torch.manual_seed(self.settings.seed + self.step)  # dropout does not depend on whether the training was resumed
         self.model.train()
         count = len(response_labels(pairs)) * len(names)
         total = torch.zeros((), device=self.decoder.device)
-        for batch in micro_batches(own, len(names), self.tokens) if own else ():
+        for batch in micro_batches(pairs, len(names), self.tokens):
             loss = self._objective(batch, names) / count
             loss.backward()
             total += loss.detach()
-        self._share(total)
         nn.utils.clip_grad_norm_(self.weights.values(), MAX_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * rate(self.step, self.settings.warmup_steps, self.steps)
@@ -187,7 +172,7 @@ class Training:
         return total
 
     def _pairs(self) -> list[Pair]:
-        """Return the next step's pairs of all workers."""
+        """Return the next step's pairs."""
         size = self.settings.batch_size
         epoch, place = divmod(self.step, math.ceil(len(self.train) / size))
         if self._order[0] != epoch:
@@ -203,20 +188,6 @@ class Training:
             states = predicting_states(self.decoder, pairs, drawn, **keep).flatten(0, 1)
             labels, targets = self._expected(pairs, len(drawn))
             return summed_loss(self.decoder, states, labels, targets, self.loss, self.loss.label_smoothing)
-
-    def _share(self, total: Tensor) -> None:
-        """Replace gradients and `total` by their sums over workers, and exchange the teacher's distributions."""
-        if self.workers == 1:
-            return
-        gradients = [total]
-        for weight in self.weights.values():
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            gradients.append(weight.grad)
-        joined = nn.utils.parameters_to_vector(gradients)
-        distributed.all_reduce(joined)
-        nn.utils.vector_to_parameters(joined, gradients)
-        if self.teacher is not None:
-            self.teacher.exchange()
 
     def drawn(self, step: int) -> list[str]:
         """Draw the schedules to train at `step`; return their names. All of them run the same layers over prompts."""
@@ -238,21 +209,16 @@ class Training:
         """Measure each schedule's dev-set loss in nats per token. Save the weights if the mean is a new minimum."""
         self.model.eval()
         names, size, timer = list(self.schedules), self.settings.batch_size, Timer()
-        rows, sums = self.dev[self.rank :: self.workers], torch.zeros(len(names) + 1, dtype=torch.double)
+        rows, sums = self.dev, torch.zeros(len(names) + 1, dtype=torch.double)
         for start in range(0, len(rows), size):
-            if timer.is_due() and self.rank == 0:
+            if timer.is_due():
                 announce(f"dev set with {len(names)} schedules: {start:,} of {len(rows):,} rows done")
             for pairs in micro_batches(rows[start : start + size], len(names), 2 * self.tokens):
                 sums += torch.tensor(self._dev_losses(pairs), dtype=torch.double)
-        sums = sums.to(self.decoder.device)
-        if self.workers > 1:
-            distributed.all_reduce(sums)
         *totals, count = sums.tolist()
         means = {f"{LOSS}_{name}": total / count for name, total in zip(names, totals, strict=True)}
         self.dev_losses.append({"step": self.step, **means, LOSS: statistics.mean(means.values())})
-        if self.rank == 0:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in self.dev_losses[-1].items())
-            announce(f"dev set: {shown}")
+        announce("dev set: " + ", ".join(f"{name} {value:.4g}" for name, value in self.dev_losses[-1].items()))
         if not self._since_best() or not (self.folder / BEST).exists():
             self._save(BEST)
 
@@ -278,8 +244,6 @@ class Training:
 
     def _save(self, name: str) -> None:
         """Write weights and losses to the file `name`. The file to resume from gets the optimizer's state too."""
-        if self.rank > 0:
-            return
         state = {
             "step": self.step,
             "weights": self.weights,
@@ -313,13 +277,6 @@ class Training:
 
 def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
-
-
-def _gathered(own: list[Any]) -> list[Any]:
-    """Collect the list `own` of every worker. Return all entries in one list."""
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
-    return [one for each in found for one in each]
 
 
 def rate(step: int, warmup: int, steps: int) -> float:

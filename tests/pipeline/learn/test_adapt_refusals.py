@@ -62,19 +62,9 @@ def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run
     fakes.fail = "tune"
     assert command().exit_code == 4
     fakes.fail = ""
-    assert command(training={"epochs": 1.0}, workers={"count": 2, "cpus": 0.5}).exit_code == 0
-    assert fakes.recipe.workers is not None and fakes.recipe.workers.count == 2
+    assert command(training={"epochs": 1.0}).exit_code == 0
+    assert fakes.recipe.training.epochs == 1.0
     assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
-
-
-def test_more_workers_than_cores_are_refused_before_rows_are_drawn(fakes: Fakes, command: Run) -> None:
-    many = {"workers": {"count": 64}, "training": {"batch_size": 64}}
-    result = command(**many)
-    assert result.exit_code == 2 and "workers: 64 × 1 CPU needed, but this machine has" in result.stderr
-    assert not fakes.calls
-    small = {"training": {"batch_size": 64}}
-    assert command(**small).exit_code == 0
-    assert command(**many).exit_code == 0  # nothing is left to train
 
 
 def test_new_input_files_are_logged_and_not_sampled(
@@ -107,7 +97,6 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
         ({"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets: the model has no layer 'no_proj'; it has"),
         ({"loss": {"teacher": "/nowhere"}}, {}, "adapt.loss.teacher: /nowhere: no such checkpoint folder"),
-        ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
         ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
         ({"loss": {"distillation": 0.0}}, {}, "the loss has no terms"),
         ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt can only train for 2.0"),

@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import pickle
 import random
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaks import listening, loopback
 from tiny_checkpoint import tiny_checkpoint
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
-from tune_recipes import train_recipe
-from worker_faults import killed, out_of_memory, sleep, user_error, wrong_value
 
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.model.loading import load_model
 from actors.engine.schedule.schedule import ScheduleSpec
-from pipeline.cli.command import command
 from pipeline.config.tune import AdapterConfig, LossConfig
-from pipeline.learn.tune import adapters, objective, trainer
+from pipeline.learn.tune import adapters, objective
 from pipeline.learn.tune.objective import Targets, dev_loss, loss_and_gradient, summed_loss
 from pipeline.learn.tune.trainer import Teacher, by_length, rate
-from pipeline.learn.tune.workers import run_processes
-from pipeline.runtime.signals import Interrupted, interrupter, interruptible
 
 SPECS = [
     ScheduleSpec(),
@@ -192,29 +176,6 @@ def test_a_teacher_answers_alone_and_once_for_each_key() -> None:
     assert len(again.ids) == counts[0] + counts[1]
 
 
-def test_workers_keep_what_each_of_them_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the next epoch a pair may come to another worker."""
-    decoder, alone = packed_decoder("llama"), Mock(side_effect=nullcontext)
-    keyed = [{**row, "key": number} for number, row in enumerate(pairs(seed=4))]
-    workers = [Teacher(decoder, ALL, VOCAB, alone) for _ in range(2)]
-    for half, worker in enumerate(workers):
-        worker.targets(keyed[half::2])
-    computed = [one for worker in workers for one in worker._new]
-    assert [key for key, _ in computed] == [*range(0, len(keyed), 2), *range(1, len(keyed), 2)]
-    for _, targets in computed:  # a view would be sent with all that it was cut from
-        numbers = (targets.ids, targets.log_probs, targets.rest)
-        assert all(one.untyped_storage().nbytes() == one.nbytes for one in numbers)
-        assert len(pickle.dumps(targets)) < sum(one.nbytes for one in numbers) + 1500
-    monkeypatch.setattr(trainer, "_gathered", lambda _: computed)
-    for worker in workers:
-        worker.exchange()
-    found = [worker.targets(keyed) for worker in workers]
-    assert alone.call_count == 2 and torch.equal(found[0].log_probs, found[1].log_probs)
-    monkeypatch.setattr(trainer, "_gathered", sent := Mock(return_value=[]))
-    workers[0].exchange()
-    sent.assert_called_once_with([])
-
-
 def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:
     decoder = packed_decoder("gpt2")
     for module in decoder.model.modules():
@@ -300,152 +261,3 @@ def test_no_weight_of_an_adapters_base_stays_in_the_checkpoints_file(tmp_path: P
     adapters.round_frozen(model)
     assert not is_mapped()
     assert torch.equal(model.get_input_embeddings().weight, before)
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-def test_two_processes_learn_as_one(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """They leave neither handlers nor files nor output, and listen to this machine alone."""
-    monkeypatch.chdir(tmp_path)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    alone = train_recipe(recipe, bf16=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    ports: set[tuple[str, str]] = set()
-    during: set[Any] = set()
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.05):
-            ports.update(listening(os.getpid()))
-            during.update(signal.getsignal(number) for number in SIGNALS)
-
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
-    try:
-        capfd.readouterr()
-        both = train_recipe({**recipe, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, bf16=False)
-    finally:
-        ended.set()
-        watching.join()
-    assert both["steps"] == alone["steps"] == 12
-    # the same pairs in another order
-    assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
-    assert both["config"]["output"] == "both"
-    assert during == set(before.values())
-    assert {number: signal.getsignal(number) for number in SIGNALS} == before
-    assert not list(temporary.iterdir())
-    written = capfd.readouterr()
-    assert not written.out and "dev set: step 12, eval_loss_1x" in written.err
-    assert ports and not {address for _, address in ports if not loopback(address)}
-    again = train_recipe({**recipe, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, bf16=False)
-    assert again == both  # finished
-
-
-def test_two_processes_train_a_speed_adapter_as_one(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From another adapter, whose path is relative, on distributions of the base, over two epochs."""
-    monkeypatch.chdir(tmp_path)
-    tiny_checkpoint(tmp_path / "base")
-    taught = {**recipe, "model": {"path": "base"}, "loss": {"references": 0, "distillation": 1}}
-    schedule = {"speedups": [1.5, 2], "horizon": 5, "prompt": "first"}
-    settings = {"bf16": False, "speeds_per_step": 2, "learning_rate": 0.05}
-    first = {**taught, "adapter": {"rank": 4}, "schedule": schedule, "output": "first"}
-    train_recipe(first, max_steps=2, **settings)
-    second = {**taught, "adapter": {"start": "first"}, "schedule": schedule, "output": "alone"}
-    epochs = {**settings, "max_steps": -1, "epochs": 2, "eval_steps": 4}
-    alone = train_recipe(second, **epochs)
-    both = train_recipe({**second, "output": "both", "workers": {"count": 2, "cpus": 0.5}}, **epochs)
-    assert both["steps"] == alone["steps"] == 8
-    assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("function", "code", "line"),
-    [
-        (wrong_value, 1, "skipdecode: failed: lines; traceback: "),
-        (user_error, 2, "skipdecode: tune.yaml: data: too few rows"),
-        (out_of_memory, 1, "skipdecode: failed: CUDA out of memory; lower batch_size; traceback: "),
-        (killed, 1, "skipdecode: failed: worker 0 was ended by SIGKILL; traceback: "),
-    ],
-)
-def test_a_worker_fails_as_a_training_in_one_process(
-    function: Callable[..., None], code: int, line: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(typer.Exit) as ended, command(file="tune.yaml", out_of_memory="lower batch_size"):
-        run_processes(2, function)
-    written = capfd.readouterr().err.strip()
-    assert ended.value.exit_code == code
-    assert written.startswith(line) and len(written.splitlines()) == 1
-    assert not [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
-    if code == 1:
-        log = Path(written.rpartition(" ")[2])
-        assert function is not wrong_value or 'raise ValueError("two' in log.read_text()
-        log.unlink()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
-def test_an_interrupt_ends_the_workers(
-    number: signal.Signals | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None: a lost lease."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    workers: list[int] = []
-
-    def interrupt(lost: Callable[[], None]) -> None:
-        while len(list(tmp_path.glob("started-*"))) < 2:
-            time.sleep(0.05)
-        workers.extend(int(one.name.rpartition("-")[2]) for one in tmp_path.glob("started-*"))
-        if number is None:
-            lost()
-        else:
-            os.kill(os.getpid(), number)
-
-    with interruptible():
-        threading.Thread(target=interrupt, args=(interrupter(),), daemon=True).start()
-        with pytest.raises(Interrupted):
-            run_processes(2, sleep, tmp_path)
-    assert len(workers) == 2 and not any(psutil.pid_exists(one) for one in workers)
-
-
-@pytest.mark.slow
-def test_after_a_process_died_the_same_training_goes_on(recipe: dict[str, Any], tmp_path: Path) -> None:
-    output = tmp_path / "both"
-    killed: list[int] = []
-
-    def kill_one() -> None:
-        while not (output / "_training/state.pt").exists():  # of step 20
-            time.sleep(0.05)
-        workers = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
-        killed.append(workers[0].pid)
-        workers[0].kill()
-
-    threading.Thread(target=kill_one, daemon=True).start()
-    two = {**recipe, "output": str(output), "workers": {"count": 2, "cpus": 0.5}}
-    settings = {"bf16": False, "max_steps": 100, "save_steps": 20}
-    with pytest.raises(RuntimeError, match=r"worker \d was ended by SIGKILL|gloo|closed"):
-        train_recipe(two, **settings)
-    done = train_recipe(two, **settings)
-    assert killed and done["steps"] == 100 and done["resumed_at_step"] >= 20
-
-
-@pytest.mark.slow
-def test_processes_end_with_the_one_that_launched_them(recipe: dict[str, Any], tmp_path: Path) -> None:
-    output = tmp_path / "both"
-    values = {**recipe, "output": str(output), "workers": {"count": 2, "cpus": 0.5}}
-    (tmp_path / "tune.json").write_text(json.dumps({**values, "training": {**recipe["training"], "max_steps": 4000}}))
-    launcher = subprocess.Popen([sys.executable, "-m", "pipeline", "tune", str(tmp_path / "tune.json")])
-    while not (output / "_training/state.pt").exists():
-        time.sleep(0.1)
-        assert launcher.poll() is None
-    workers = psutil.Process(launcher.pid).children()
-    assert len(workers) >= 2
-    launcher.kill()
-    launcher.wait()
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not alive

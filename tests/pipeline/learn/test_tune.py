@@ -352,8 +352,6 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
         ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is set by adapter.start: leave it out"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "the loss has no terms"),
-        ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
-        ({}, {"workers": {"count": 64}, "training": {"batch_size": 64}}, "workers: 64 × 1 CPU needed, but "),
         ({}, {"schedule": {"default": 3}}, r"schedule.default: 3x would not be trained: add it to schedule.speedups"),
         ({}, {"data": {"dev": "ONE"}}, r"one.parquet: one pair is not enough for a dev set"),
         ({}, {"adapter": {}, "schedule": {"speedups": [1]}}, r"schedule.speedups: an adapter needs a speed above 1x"),
