@@ -16,9 +16,6 @@ from pipeline.runtime.announce import announce_checks
 def adapt(
     job: JobFile,
     changes: Changes = None,
-    probe_only: Annotated[
-        bool, typer.Option("--probe", help="Do not train. Within minutes, estimate gain and cost of an adaptation.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -46,14 +43,6 @@ def adapt(
         from pipeline.runtime.wide_console import wide_console
 
         console = wide_console(stderr=as_json)
-        if probe_only:
-            from pipeline.learn.adapt.probe import print_probe, probe
-
-            found = probe(config, str(job))
-            print_probe(console, found)
-            if as_json:
-                typer.echo(json.dumps(found))
-            return
         adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
         print_adapted(console, adapted)
         if as_json:

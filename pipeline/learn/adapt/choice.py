@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from actors.engine.machine import process_cpus
+from actors.engine.model.loading import memory_needed
+from actors.engine.model.weights import gib
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.config.job import JobConfig
 from pipeline.learn.adapt import configs
@@ -17,6 +19,7 @@ from pipeline.learn.evaluate.results import Line, Scores, uselessness
 from pipeline.learn.keep_order import CANDIDATES
 from pipeline.learn.keep_order import ROWS as ORDER_ROWS
 from pipeline.learn.tune.plan import training_steps
+from pipeline.learn.tune.train import gpu_bytes
 from pipeline.messages import counted, duration
 from pipeline.run.ray_session import on_cluster
 
@@ -149,10 +152,58 @@ def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     }
 
 
+def speed_accounts(task: Task, row: RowCost, cost: float, parameters: int) -> dict[float, BreakEven]:
+    """Estimate what an adaptation that takes `cost` seconds gains at each speed-up of `adapt.speedups` above 1.
+
+    Prompt and decode layers are assumed to take time in proportion to their number, the head in proportion to its
+    share of the weights that a decode step reads. parameters: number of the model's parameters.
+    """
+    checkpoint, answers = task.resolved.checkpoint, task.config.sampling.n
+    shape = {"horizon": max(2, round(row.answer)), **task.shape}
+    if shape["keep_order"] == MEASURED:
+        shape["keep_order"] = "paper"  # the order does not change how many layers run
+    first = "first" in task.prompt_policies(row.prefill_seconds / row.seconds if row.seconds else 0.0)
+    head = _head_share(task, parameters)
+    found = {}
+    for speed in sorted(speed for speed in task.options.speedups if speed > 1):
+        schedule = checkpoint.schedule({**shape, "speedup": speed})
+        layers = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
+        prompt = schedule.depths[0] / schedule.num_layers if first else 1.0
+        fast = row.prefill_seconds * prompt + answers * row.decode_seconds * (head + (1 - head) * layers)
+        full = row.prefill_seconds + answers * row.decode_seconds
+        found[speed] = BreakEven(cost, full, fast, task.rows, working_actors(task.config))
+    return found
+
+
+def _head_share(task: Task, parameters: int) -> float:
+    """Return the vocabulary head's share of the weights that a decode step at full depth reads."""
+    config = task.resolved.checkpoint.config
+    head: int = config.vocab_size * config.hidden_size
+    embedding = 0 if config.tie_word_embeddings else head  # a step reads only a few rows of it
+    return head / max(head, parameters - embedding)
+
+
 def announcement(task: Task, row: RowCost, done: Collection[str]) -> str:
-    """Return a line with the number of training steps and the estimated time of each stage that is not in `done`."""
+    """Return a line with the cost and the gain of the adaptation, estimated from the cost of a row at full depth.
+
+    The line shows the number of training steps, the time of each stage that is not in `done`, the memory of the GPU if
+    there is one, and the number of rows from which the adaptation pays at each speed.
+    """
     steps, seconds = stage_seconds(task, row)
     left = {stage: value for stage, value in seconds.items() if stage not in done}
     low, high = (duration(sum(left.values()) * factor) for factor in (1 / SPREAD, SPREAD))
     parts = ", ".join(f"{stage} {duration(value)}" for stage, value in left.items())
-    return f"estimate: {steps:,} training steps; {low} to {high} left on this machine; by stage: {parts}"
+    text = f"estimate: {steps:,} training steps; {low} to {high} left on this machine; by stage: {parts}"
+    checkpoint = task.resolved.checkpoint
+    parameters = memory_needed(checkpoint, "float32", 0, task.resolved.tensors(), on_gpu=True).parameters
+    if torch.cuda.is_available() and "tune" not in done:
+        total, recipe = torch.cuda.get_device_properties(0).total_memory, configs.tune_config(task, ".", 4, ["full"])
+        step = recipe.training.batch_size * (row.prompt + row.answer * recipe.training.speeds_per_step)
+        need = gpu_bytes(recipe, checkpoint.config, parameters, round(step), total)
+        text += f"; the training needs about {gib(need)} of the GPU's {gib(total)}"
+    cost = sum(value for stage, value in seconds.items() if stage != "before")  # "before" only fills the table
+    pays = [
+        f"never at {speed:g}x" if one.at_rows is None else f"from {one.at_rows:,} rows on at {speed:g}x"
+        for speed, one in speed_accounts(task, row, cost, parameters).items()
+    ]
+    return f"{text}; pays {', '.join(pays)}; this job has {task.rows:,}"

@@ -25,6 +25,16 @@ def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
             raise UserError(f"adapter.targets: the model has no layer {target!r}; it has {', '.join(known)}")
 
 
+def adapter_parameters(adapter: AdapterConfig, config: PretrainedConfig) -> int:
+    """Return the number of parameters of a new adapter for a model with `config`. No weights are loaded."""
+    layers: list[Any] = [
+        layer
+        for name, layer in linear_layers(config).items()
+        if adapter.targets is None or name.rpartition(".")[2] in adapter.targets
+    ]
+    return (adapter.rank or RANK) * sum(sum(layer.weight.shape) for layer in layers)
+
+
 def started(base: Checkpoint, folder: str) -> Checkpoint:
     """Return `base` with the adapter in `folder`. Raises UserError if the adapter belongs to another checkpoint."""
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.engine.cpu.products import give_memory_back
 from actors.engine.decoder import Decoder
@@ -102,11 +102,33 @@ def _training(config: TuneConfig, plan: TrainingPlan) -> Training:
 
 def tokens_at_once(model: PreTrainedModel, bf16: bool) -> int:
     """Return the number of tokens whose activations fit `ACTIVATIONS` bytes on a CPU, or 1/4 of a GPU's memory."""
-    shape, device = ModelShape.of(model.config), model.device
-    of_layer = (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)  # bytes per token
-    is_gpu = device.type == "cuda"
-    available = torch.cuda.get_device_properties(device).total_memory // 4 if is_gpu else ACTIVATIONS
-    return max(MIN_TOKENS, available // (shape.layers * of_layer))
+    is_gpu = model.device.type == "cuda"
+    available = torch.cuda.get_device_properties(model.device).total_memory // 4 if is_gpu else ACTIVATIONS
+    return max(MIN_TOKENS, available // token_bytes(model.config, bf16))
+
+
+def token_bytes(config: PretrainedConfig, bf16: bool) -> int:
+    """Return the bytes of a token's activations that are kept for the backward pass."""
+    shape = ModelShape.of(config)
+    return shape.layers * (16 * shape.hidden + 6 * shape.feed_forward) * (2 if bf16 else 4)
+
+
+def gpu_bytes(recipe: TuneConfig, config: PretrainedConfig, parameters: int, tokens: int, memory: int) -> int:
+    """Estimate the bytes of GPU memory that a training takes at most.
+
+    config, parameters: of the model. tokens: in a step, without padding. memory: bytes of the GPU. The estimate is the
+    sum of weights, gradients, AdamW's two moments, the teacher's weights and a micro-batch's activations.
+    """
+    bf16 = recipe.training.bf16 and has_bf16(torch.device("cuda"))
+    loaded = 4 * parameters  # weights arrive in float32; frozen ones are rounded then
+    weights, trained = loaded, parameters
+    if recipe.adapter is not None:
+        trained = adapters.adapter_parameters(recipe.adapter, config)
+        weights = (2 if bf16 else 4) * parameters + 4 * trained
+    has_teacher = recipe.loss.distillation > 0 and (recipe.loss.teacher is not None or recipe.adapter is None)
+    teacher = (2 if bf16 else 4) * parameters if has_teacher else 0
+    activations = min(max(MIN_TOKENS, tokens) * token_bytes(config, bf16), memory // 4)
+    return max(loaded, weights + 12 * trained + teacher + activations)
 
 
 def _teacher(config: TuneConfig, student: Decoder, adapted: Any, bf16: bool) -> Teacher | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import weakref
 from contextlib import nullcontext
@@ -415,6 +416,7 @@ def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) ->
     assert account["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
     (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
     assert " training steps; " in estimate and " left on this machine; by stage: tune " in estimate
+    assert re.search(r"; pays from \d+ rows on at 2x, from \d+ rows on at 3x; this job has 30$", estimate)
     assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -16,11 +18,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from actors.engine.model.loading import inspect
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
-from pipeline.config.load import dump_yaml
+from pipeline.config.load import dump_yaml, validated
 from pipeline.learn.adapt import choice, configs
-from pipeline.learn.adapt.choice import BreakEven, choose, nearest, working_actors
+from pipeline.learn.adapt.choice import (
+    BreakEven,
+    RowCost,
+    announcement,
+    choose,
+    nearest,
+    speed_accounts,
+    working_actors,
+)
+from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.learn.evaluate.results import Line, Score
 
 ROWS = 40
@@ -117,16 +129,41 @@ def test_labels_of_one_token_gain_by_skipping_in_the_prompt(
     assert written.get("prompt", "full") == found["chosen"]["prompt"]
 
 
-def test_a_probe_says_what_an_adaptation_could_give(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
-    write_job(tmp_path, checkpoint, PROMPTS, {}, sampling={"max_new_tokens": 10})
-    found, shown = run_command("adapt", tmp_path / "job.yaml", "--probe")
-    assert [one["layers"] for one in found["kept_layers"]] == [4, 3, 2]
-    assert found["kept_layers"][0]["token_kl"] == pytest.approx(0, abs=1e-6)
-    clocks = [one["clock"] for one in found["speeds"]]
-    assert clocks == sorted(clocks) and clocks[0] > 1 and clocks[-1] < 4
-    assert all(found["seconds"][name] > 0 for name in ("prompt", "decode", "head")) and found["adaptation_seconds"] > 0
-    assert "this job has 40 rows, so it is not worth it" in shown and not found["worth_it"]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["in.parquet", "job.yaml"]
+@pytest.mark.parametrize(("prompt", "answer", "n"), [(2.0, 0.0, 1), (0.0, 2.0, 1), (1.0, 3.0, 4)])
+def test_the_estimate_says_from_how_many_rows_an_adaptation_pays(
+    tmp_path: Path, checkpoint: Path, prompt: float, answer: float, n: int
+) -> None:
+    """Seconds of a row's prompt and of one answer, of which a job with n samples has n. The head skips nothing."""
+    sampling = {"max_new_tokens": 10, **({"temperature": 1.0, "n": n} if n > 1 else {})}
+    adapt = {"speedups": [1, 2, 4], "prompt": "full"}
+    values = write_job(tmp_path, checkpoint, PROMPTS, adapt, sampling=sampling)
+    task, _ = plan_adaptation(validated(JobConfig, values, "job.yaml"), "job.yaml")
+    row, parameters = RowCost(20.0, 6.0, prompt, answer), inspect(checkpoint).config.vocab_size * 64 * 10
+    found = speed_accounts(task, row, 100.0, parameters)
+    assert list(found) == [2, 4]
+    for account in found.values():
+        assert (account.rows, account.cost, account.full) == (ROWS, 100.0, prompt + n * answer)
+        assert prompt + 0.1 * n * answer <= account.fast <= account.full
+        assert (account.at_rows is None) == (answer == 0)
+    assert found[4].fast <= found[2].fast
+    line = announcement(task, row, {"answers"})
+    pays = [line.partition("; pays ")[2]] if answer == 0 else re.findall(r"from [\d,]+ rows on at [24]x", line)
+    assert len(pays) == (1 if answer == 0 else 2) and line.endswith(f"; this job has {ROWS}")
+    assert answer or pays == [f"never at 2x, never at 4x; this job has {ROWS}"]
+    assert "GPU" not in line and "by stage: tune " in line
+
+
+@pytest.mark.parametrize("weights", ["adapter", "full"])
+def test_the_estimate_names_the_memory_of_a_gpu(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choice.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**36))
+    values = write_job(tmp_path, checkpoint, PROMPTS, {"weights": weights})
+    task, _ = plan_adaptation(validated(JobConfig, values, "job.yaml"), "job.yaml")
+    row = RowCost(20.0, 6.0, 1.0, 1.0)
+    assert re.search(r"; the training needs about \d+ MiB of the GPU's 64.0 GiB; pays ", announcement(task, row, set()))
+    assert "GPU" not in announcement(task, row, {"answers", "tune"})
 
 
 METRIC = "agreement_exact"

@@ -25,9 +25,10 @@ from actors.engine.library import packed_attention
 from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.model.loading import load_model
 from actors.engine.schedule.schedule import ScheduleSpec
-from pipeline.config.tune import AdapterConfig, LossConfig
+from pipeline.config.tune import AdapterConfig, LossConfig, TuneConfig
 from pipeline.learn.tune import adapters, objective
 from pipeline.learn.tune.objective import Targets, dev_loss, loss_and_gradient, summed_loss
+from pipeline.learn.tune.train import gpu_bytes, token_bytes
 from pipeline.learn.tune.trainer import Teacher, by_length, rate
 
 SPECS = [
@@ -261,3 +262,33 @@ def test_no_weight_of_an_adapters_base_stays_in_the_checkpoints_file(tmp_path: P
     adapters.round_frozen(model)
     assert not is_mapped()
     assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]])
+def test_an_adapters_parameters_are_counted_before_it_is_made(targets: list[str] | None) -> None:
+    adapter, model = AdapterConfig(rank=3, targets=targets), tiny_model("llama")
+    expected = adapters.adapter_parameters(adapter, model.config)
+    adapted = adapters.add_adapters(model, adapter)
+    assert expected == sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad) > 0
+
+
+def test_the_estimate_of_a_gpus_memory_is_the_sum_of_its_parts() -> None:
+    """In float32: a weight with gradient and two moments; a frozen one; activations of at most a quarter."""
+    config = tiny_model("llama").config
+    recipe = TuneConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t", "dev": "d"},
+            "output": "o",
+            "training": {"bf16": False},
+        }
+    )
+    few, many = (gpu_bytes(recipe, config, 10**6, tokens, 2**30) for tokens in (1000, 10**9))
+    assert few == 16 * 10**6 + 1000 * token_bytes(config, False) and many == 16 * 10**6 + 2**28
+    taught = recipe.model_copy(update={"loss": LossConfig(distillation=1.0)})
+    assert gpu_bytes(taught, config, 10**6, 1000, 2**30) == few + 4 * 10**6
+    adapter = AdapterConfig(rank=3)
+    own = taught.model_copy(update={"adapter": adapter})  # its teacher is the student without its adapter
+    trained = adapters.adapter_parameters(adapter, config)
+    expected = 4 * 10**6 + 16 * trained + 1000 * token_bytes(config, False)
+    assert gpu_bytes(own, config, 10**6, 1000, 2**30) == expected
