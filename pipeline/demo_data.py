@@ -19,6 +19,7 @@ from actors.engine.errors import UserError
 from pipeline.config.load import dump_yaml, parse_yaml
 from pipeline.messages import counted
 from pipeline.runtime.announce import announce
+from pipeline.storage.working_dir import check_outlives_job
 
 # fmt: off
 NAMES = [
@@ -94,6 +95,7 @@ def write_demo(folder: Path, rows: int = 2000) -> Path:
     if not jobs.is_file():  # the program is installed from a wheel
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
         checkpoint = jobs.parent / "checkpoint"
+    check_outlives_job("FOLDER", folder)
     job = folder / jobs.name
     values = parse_yaml(jobs.read_text())
     for section, path in ("input", folder / "prompts"), ("output", folder / "answers"), ("model", checkpoint):

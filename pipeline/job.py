@@ -37,6 +37,7 @@ from pipeline.run.stages import Backend, job_stages
 from pipeline.runtime.quarantine import clear_quarantine
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, check_location, make_writable, open_folder, probe_create
+from pipeline.storage.working_dir import check_outlives_job
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def run(
 
 def output_folder(config: JobConfig) -> Folder:
     """Make all checks that need neither input nor checkpoint; return the output folder."""
+    check_outlives_job("output.path", config.output.path)
     check_columns(config)
     check_output_disjoint(config)
     folder = open_folder(config.output.path, config.storage)

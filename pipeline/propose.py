@@ -32,6 +32,7 @@ from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.storage.working_dir import check_outlives_job
 
 ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read from the first file with rows
 FILES = 8  # maximum number of files in which to look for rows
@@ -80,6 +81,7 @@ def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[S
     model: checkpoint; default: the demo's checkpoint if it is found, else a placeholder. Raises UserError if the job
     file exists, or if the input has no rows or no prompts.
     """
+    check_outlives_job("--output", output)
     sample = read_sample(path, StorageConfig())
     if output.exists():
         raise UserError(f"{output}: exists already, and is kept; choose another --output")
@@ -279,9 +281,10 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str, answers:
 # skipdecode plan THIS_FILE    predicts time and cost at each speed
 # skipdecode run THIS_FILE     answers all rows; the same command resumes the job
 #
-# Paths are relative to the folder in which a command runs.
+# Relative paths begin in the folder in which a command runs; with `ray job submit`, in the copy that Ray uploads.
 
-{notes}{dump_yaml({"input": keys})}{hint}{dump_yaml({"output": {"path": f"{answers}/{name}"}})}\
+{notes}{dump_yaml({"input": keys})}{hint}{dump_yaml({"output": {"path": os.path.abspath(f"{answers}/{name}")}})}\
+  # on a cluster: a folder on a disk that all nodes share, or s3://BUCKET/FOLDER
   # keep: []                        # input columns to copy to the answers
   # format: jsonl                   # also write answers.jsonl
 {dump_yaml({"model": {"path": model}})}{edit}\

@@ -10,13 +10,17 @@ from pathlib import Path
 
 from actors.engine.errors import UserError
 from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
+from pipeline.storage.working_dir import portable, unpacked
 
 SAMPLE_BYTES = 2**20  # bytes to hash at the start of a weights file, which holds its header, and at its end
 
 
 @dataclass(frozen=True)
 class PinnedFolder:
-    """A local folder as the driver saw it. samples: pairs of file name and "size:digest" from `_sample`."""
+    """A local folder as the driver saw it.
+
+    path: see `portable`. samples: pairs of file name and "size:digest" from `_sample`.
+    """
 
     path: str
     samples: tuple[tuple[str, str], ...]
@@ -24,7 +28,8 @@ class PinnedFolder:
 
 def pin(folder: Path) -> PinnedFolder:
     """Return size and digest of each file that affects answers, for `check_same` on other nodes."""
-    return PinnedFolder(str(folder.resolve()), tuple((path.name, _sample(path)) for path in answer_files(folder)))
+    samples = tuple((path.name, _sample(path)) for path in answer_files(folder))
+    return PinnedFolder(portable(str(folder.resolve())), samples)
 
 
 def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
@@ -32,7 +37,7 @@ def check_same(pinned: PinnedFolder, *, weights: bool) -> Path:
 
     weights: compare weights files too, by size, start and end. Other files are compared whole.
     """
-    folder = Path(pinned.path)
+    folder = Path(unpacked(pinned.path))
     for name, sample in pinned.samples:
         path = folder / name
         if weights or path.suffix != WEIGHTS:

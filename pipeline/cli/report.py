@@ -82,7 +82,12 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     from pipeline.report.summary import print_report
     from pipeline.runtime.wide_console import wide_console
     from pipeline.storage.folder import open_folder
+    from pipeline.storage.working_dir import check_outlives_job
 
+    if to is not None:
+        check_outlives_job("--to", to)
+    elif html or write:
+        check_outlives_job("--html" if html else "--write", url)
     folder = open_folder(url, storage)
     if folder.names(LEDGER):
         if html:

@@ -62,9 +62,11 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         from pipeline.incremental import runs as incremental
         from pipeline.incremental.runs import print_runs, runs_summary
         from pipeline.report.summary import last_errors, print_result
+        from pipeline.run.ray_session import warn_of_short_stop
         from pipeline.runtime.wide_console import wide_console
         from pipeline.storage.folder import open_folder
 
+    warn_of_short_stop(config.grace_seconds)
     backend = jobs.ray_backend(verbose=options["verbose"], metrics_port=metrics_port)
     if config.input.since:
         answered = incremental.run(config, **options, backend=backend)

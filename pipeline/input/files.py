@@ -23,6 +23,7 @@ from pipeline.messages import is_unicode, where_sought
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
+from pipeline.storage.working_dir import local_version, portable
 
 Files = Mapping[str, tuple[int, str]]  # URL -> (bytes, version)
 SUFFIXES = {
@@ -53,9 +54,9 @@ _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
 class InputFile:
     """An input file whose size and version are recorded (pinned). A row group of a text file is a range of records."""
 
-    url: str  # absolute path or s3:// URL
+    url: str  # absolute path, s3:// URL, or working-dir:// URL (see `portable`)
     size: int  # bytes
-    version: str  # ETag in S3; modification time of a local file in ns
+    version: str  # ETag in S3; see `local_version`
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]  # uncompressed
     digest: str = ""  # SHA-256 of a local file, "" if none is recorded
@@ -107,7 +108,7 @@ def list_files(
             if not is_unicode(name):
                 shown = os.fsencode(name).decode(errors="replace")
                 raise UserError(f"{shown}: the file name is not UTF-8; rename the file")
-        return {name if is_local else f"s3://{name}": found[name] for name in sorted(found)}
+        return {portable(name) if is_local else f"s3://{name}": found[name] for name in sorted(found)}
 
     return {url: entry for files in in_parallel(listed, paths) for url, entry in files.items()}
 
@@ -195,7 +196,7 @@ def _local_files(
                     folders.append((entry.path, (*above, here)))
                 elif entry.is_file() and matches(entry.path):
                     status = entry.stat()
-                    found[entry.path] = status.st_size, str(status.st_mtime_ns)
+                    found[entry.path] = status.st_size, local_version(entry.path, status)
     return found
 
 
@@ -228,7 +229,7 @@ def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
 
 def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) -> str:
     if isinstance(fs, LocalFileSystem):
-        return str(os.stat(name).st_mtime_ns)
+        return local_version(name, os.stat(name))
     return str(entry.get("ETag") or entry.get("LastModified")).strip('"')
 
 
@@ -305,6 +306,6 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
     folders = []
     for path in section.path:
         fs, inside = filesystem(path, storage)
-        url = inside if isinstance(fs, LocalFileSystem) else f"s3://{inside}"
+        url = portable(inside) if isinstance(fs, LocalFileSystem) else f"s3://{inside}"
         folders.append((os.path.dirname(url) if url in urls else fixed_part(url)).split("/"))
     return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (commonprefix of lists compares whole folder names)

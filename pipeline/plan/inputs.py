@@ -21,6 +21,7 @@ from pipeline.config.job import RESULT_NAMES, JobConfig, StorageConfig
 from pipeline.input.files import Files, InputFile, fixed_part
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
+from pipeline.storage.working_dir import unpacked
 
 log = logging.getLogger(__name__)
 DIGEST_BYTES = 4 * 2**30  # if local files are larger in total, only their modification times are compared
@@ -87,6 +88,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
     files = []
     for file in pinned:
         if file.url not in listed:
+            unpacked(file.url)  # raises an error with another remedy if only a submitted job has this file
             raise UserError(f"{file.url}: gone since the job began; put it back, or start again with --overwrite")
         size, version = listed[file.url]
         if not has_same_content(file.url, (file.size, file.version), file.digest, (size, version)):

@@ -33,6 +33,9 @@ OBJECT_STORE_BYTES = 2**30
 QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
 HEAD = Path(__file__).with_name("ray_head.py")
+STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"  # seconds after which `ray job stop` kills a job
+STOP_SECONDS = 3  # Ray's default
+STOP_MARGIN_SECONDS = 25  # time for a job to end Ray's tasks and release its lease after `grace_seconds`
 END_SECONDS = 30.0  # time limit for a local Ray to end
 LOOPBACK = "127.0.0.1"
 # environment variable; if its value is 0 when Ray is imported, Ray listens only on the loopback interface
@@ -100,6 +103,26 @@ def is_own_ray() -> bool:
 def on_cluster() -> bool:
     """Return whether the job's actors may run on other nodes."""
     return bool(os.environ.get("RAY_ADDRESS")) or (ray.is_initialized() and len(_nodes()) > 1)
+
+
+def warn_of_short_stop(grace_seconds: float) -> None:
+    """In a submitted Ray job, log a warning if `ray job stop` kills this process before `grace_seconds` have passed."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        return
+    # the value is that of Ray's supervisor process, from which this process has inherited the environment
+    given = os.environ.get(STOP_VARIABLE, str(STOP_SECONDS))
+    try:
+        seconds = int(given)
+    except ValueError:
+        raise UserError(f"{STOP_VARIABLE}: {given!r} is not a whole number of seconds; correct it") from None
+    if seconds < grace_seconds:
+        enough = math.ceil(grace_seconds) + STOP_MARGIN_SECONDS
+        log.warning(
+            "`ray job stop` leaves this job %d s, less than grace_seconds = %g: so that shards at work can finish, set "
+            "%s=%d where Ray starts on the head node, or submit with "
+            '--runtime-env-json \'{"env_vars": {"%s": "%d"}}\'',
+            *(seconds, grace_seconds, STOP_VARIABLE, enough, STOP_VARIABLE, enough),
+        )
 
 
 def actor_cpus(actors: ActorsConfig) -> float:

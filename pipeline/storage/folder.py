@@ -26,6 +26,7 @@ from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import ConditionRefused, StoreFailed
+from pipeline.storage.working_dir import URL, unpacked
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,6 +52,8 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
     scheme = url.split("://", 1)[0] if "://" in url else "file"
     if scheme == "file":
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
+    if url.startswith(URL):
+        return LocalFileSystem(), unpacked(url)
     if scheme != "s3":
         raise UserError(
             f"{url}: storage {scheme}:// is not supported; use a local path or s3://, or mount the store as a folder"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
+from pipeline.storage.working_dir import check_outlives_job
 
 FILES = "files"
 
@@ -97,9 +98,13 @@ class OwnedFolder:
 
 
 def local_path(key: str, place: str) -> Path:
-    """Return the path of a local output folder. Raises UserError for a URL. key: config key that sets the folder."""
+    """Return the path of a local output folder. key: config key that sets the folder.
+
+    Raises UserError for a URL, and for a folder that Ray deletes after the job.
+    """
     if "://" in place:
         raise UserError(f"{key}: {place} is not local; name a local folder, and copy the results afterwards")
+    check_outlives_job(key, place)
     return Path(place)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import list_files
 from pipeline.storage.owned_folder import OwnedFolder, check_apart, local_path
+from pipeline.storage.working_dir import local_version
 
 RECORD, STATE, STATE_FILE, RECIPE = "tune.json", "_training", "state.pt", "recipe.json"
 # keys that may change when an interrupted training is resumed
@@ -87,7 +89,7 @@ def _recipe(config: TuneConfig) -> dict[str, Any]:
     data = dict[str, Any]()
     for path in (*config.data.train, *config.data.dev):
         listed = {} if Path(path).is_file() else list_files([path], StorageConfig())
-        data |= {url: [size, int(tag) if tag.isdecimal() else tag] for url, (size, tag) in listed.items()}
+        data |= {url: [size, tag] for url, (size, tag) in listed.items()}
         data |= {} if listed else _versions([Path(path)])
     models = [Path(path) for path in (config.model.path, config.loss.teacher) if path is not None]
     start = _start(config)
@@ -102,10 +104,10 @@ def _start(config: TuneConfig) -> str | None:
     return None if config.adapter is None else config.adapter.start
 
 
-def _versions(files: list[Path]) -> dict[str, list[int]]:
-    """Return path -> size in bytes and modification time in nanoseconds."""
+def _versions(files: list[Path]) -> dict[str, list[int | str]]:
+    """Return path -> size in bytes and `local_version`."""
     states = {str(path): path.stat() for path in files}
-    return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
+    return {path: [state.st_size, local_version(os.path.abspath(path), state)] for path, state in states.items()}
 
 
 def _without_hardware(config: Mapping[str, Any]) -> dict[str, Any]:

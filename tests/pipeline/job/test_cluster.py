@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import time
 import zipfile
 from collections.abc import Iterator
@@ -108,27 +109,101 @@ def test_a_wrong_job_is_exit_1_and_one_line_in_the_log(cluster: LocalCluster, ch
     assert line == f"skipdecode: {file}: {tmp_path}/none.parquet: no such file or folder"
 
 
-@pytest.mark.slow
-def test_stopped_half_way_and_submitted_again_every_row_is_answered_once(
+def own_folder(folder: Path, checkpoint: Path, rows: int, output: Path | str, **changes: Any) -> Path:
+    """A user's folder with a job file, prompts and model, whose paths are relative to it."""
+    folder.mkdir()
+    shutil.copytree(checkpoint, folder / "model")
+    source = {"path": "in.parquet", **changes.pop("input", {})}
+    write_job(folder, Path("model"), rows, input=source, output={"path": str(output)}, **changes)
+    return folder
+
+
+def submit_folder(cluster: LocalCluster, folder: Path, name: str, *options: str, slow: bool = False) -> tuple[int, str]:
+    """Exit status and output of `ray job submit --working-dir` with a user's folder. slow: with slow stages."""
+    command = ["python", str(ROOT / "tests" / "pipeline" / "slow_stages.py")] if slow else ["skipdecode"]
+    options = ("--submission-id", name, "--working-dir", str(folder), *options)
+    done = cluster.job("submit", *options, "--", *command, "run", "job.yaml", timeout=400)
+    return done.returncode, done.stdout + done.stderr
+
+
+def unpacked_folders(cluster: LocalCluster, marker: str) -> set[Path]:
+    """Folders with the file `marker` into which Ray has unpacked uploads."""
+    found = Path(cluster.folder).glob(f"session_*/runtime_resources/working_dir_files/*/{marker}")
+    return {path.parent.resolve() for path in found}
+
+
+def stopped_half_way(cluster: LocalCluster, folder: Path, output: Path, name: str) -> dict[Path, int]:
+    """Submit a slow job, stop it after its second part; return its parts, each with its modification time in ns."""
+    code, said = submit_folder(cluster, folder, name, "--no-wait", slow=True)
+    assert code == 0, said
+
+    def has_begun() -> bool:
+        assert cluster.asked(name)["status"] in ("PENDING", "RUNNING"), cluster.asked(f"{name}/logs")["logs"]
+        return len(list(output.rglob("part-*.parquet"))) >= 2
+
+    wait_until(has_begun, 400, every=0.2)
+    cluster.stop(name)
+    wait_until(lambda: cluster.asked(name)["status"] == "STOPPED", 200, every=0.2)
+    log = own_lines(cluster.asked(f"{name}/logs")["logs"])
+    assert log[0].startswith("`ray job stop` leaves this job 45 s, less than grace_seconds = 60: ")
+    assert log[-1] == "skipdecode: interrupted (SIGTERM); the same command finishes the job"
+    return {path: path.stat().st_mtime_ns for path in output.rglob("part-*.parquet")}
+
+
+def test_a_relative_output_is_refused_and_no_file_is_written(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
-    rows = 160
-    file = write_job(tmp_path, checkpoint, rows)
-    code, said = submit(cluster, file, "first", "--no-wait")
-    assert code == 0, said
-    wait_until(lambda: len(parts(tmp_path)) >= 3)
-    stopped = cluster.job("stop", "first")
-    assert stopped.returncode == 0, stopped.stderr
-    early = parts(tmp_path)
-    assert 3 <= len(early) < rows // 8
-    assert "interrupted (SIGTERM); the same command finishes the job" in cluster.job("logs", "first").stdout
+    folder = own_folder(tmp_path / "mine", checkpoint, 4, "answers/mine")
+    (folder / "refused").touch()
+    code, said = submit_folder(cluster, folder, "relative")
+    assert code == 1, said
+    assert "entrypoint command failed with exit code 2" in cluster.asked("relative")["message"]
+    (line,) = own_lines(cluster.asked("relative/logs")["logs"])
+    assert line.startswith("skipdecode: job.yaml: output.path: answers/mine is in the temporary copy ")
+    (package,) = unpacked_folders(cluster, "refused")
+    assert {path.name for path in package.rglob("*")} == {path.name for path in folder.rglob("*")}
 
-    code, said = submit(cluster, file, "second")
+
+@pytest.mark.timeout(1200)
+def test_stopped_half_way_and_submitted_again_from_a_changed_folder_every_row_is_answered_once(
+    cluster: LocalCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    rows, shard_rows = 320, 4
+    folder = own_folder(tmp_path / "mine", checkpoint, rows, tmp_path / "out", shard_rows=shard_rows, grace_seconds=60)
+    (folder / "resumed").touch()
+    early = stopped_half_way(cluster, folder, tmp_path / "out", "first")
+    assert 2 <= len(early) < rows // shard_rows
+    (folder / "notes.txt").write_text("Ray unpacks the changed folder to another place")
+    code, said = submit_folder(cluster, folder, "second")
     assert code == 0, said
-    log = own_lines(cluster.job("logs", "second").stdout)
-    assert any(re.fullmatch(r"resuming: \d+ of 20 shards are committed already", line) for line in log)
+    log = own_lines(cluster.asked("second/logs")["logs"])
+    assert f"resuming: {len(early)} of {rows // shard_rows} shards are committed already" in log
     assert_every_row_once(tmp_path, rows)
-    assert {name: parts(tmp_path)[name] for name in early} == early
+    assert {path: path.stat().st_mtime_ns for path in early} == early
+    assert len(unpacked_folders(cluster, "resumed")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_nightly_run_stopped_half_way_and_submitted_again_answers_every_row_once(
+    cluster: LocalCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    rows, nightly = 320, {"path": "inbox", "since": "last_success"}
+    folder = own_folder(
+        tmp_path / "mine", checkpoint, rows, tmp_path / "out", input=nightly, shard_rows=4, grace_seconds=60
+    )
+    (folder / "inbox").mkdir()
+    (folder / "in.parquet").rename(folder / "inbox" / "a.parquet")
+    early = stopped_half_way(cluster, folder, tmp_path / "out", "night-1")
+    pq.write_table(pa.table({"id": ["new-0", "new-1"], "prompt": ["bravo", "bravo"]}), folder / "inbox" / "b.parquet")
+    code, said = submit_folder(cluster, folder, "night-2")
+    assert code == 0, said
+    log = cluster.asked("night-2/logs")["logs"]
+    assert "run 1, left unfinished by an earlier command, is now finished" in log
+    assert {path: path.stat().st_mtime_ns for path in early} == early
+    first, second = (pq.read_table(path.parent)["id"].to_pylist() for path in sorted(tmp_path.glob("out/*/_SUCCESS")))
+    assert sorted(first) == sorted(f"row-{row}" for row in range(rows))
+    assert second == ["new-0", "new-1"]
 
 
 @pytest.mark.slow

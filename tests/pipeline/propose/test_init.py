@@ -191,7 +191,7 @@ def test_the_output_is_named_after_the_input_without_the_globs_characters(
     monkeypatch.chdir(tmp_path / "cwd")
     columns = {"prompt": ["a", "b"]}
     text = job_text(path, Sample(1, None, dict(columns)), propose(columns), PLACEHOLDER)
-    assert parse_yaml(text)["output"]["path"] == f"answers/{name}"
+    assert parse_yaml(text)["output"]["path"] == str(Path.cwd() / "answers" / name)
 
 
 @pytest.mark.parametrize("path", [".", "answers"])
