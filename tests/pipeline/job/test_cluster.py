@@ -89,12 +89,12 @@ def test_a_users_own_modules_beside_the_job_break_nothing(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Neither in the driver nor in the workers, which have the uploaded folder first on their path."""
-    (tmp_path / "pipeline").mkdir()
+    folder = own_folder(tmp_path / "mine", checkpoint, 4, tmp_path / "out")
+    (folder / "pipeline").mkdir()
     for module in ("pipeline/__init__.py", "actors.py"):
-        (tmp_path / module).write_text("raise SystemExit('the wrong module')\n")
-    write_job(tmp_path, checkpoint, 4)
-    done = cluster.job("submit", "--working-dir", str(tmp_path), "--", "skipdecode", "run", "job.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+        (folder / module).write_text("raise SystemExit('the wrong module')\n")
+    code, said = submit_folder(cluster, folder, "modules")
+    assert code == 0, said
     assert_every_row_once(tmp_path, 4)
 
 
