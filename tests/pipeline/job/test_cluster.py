@@ -55,6 +55,29 @@ def submit(cluster: LocalCluster, file: Path, name: str, *options: str) -> tuple
     return done.returncode, done.stdout + done.stderr
 
 
+def own_folder(folder: Path, checkpoint: Path, rows: int, output: Path | str, **changes: Any) -> Path:
+    """A user's folder with a job file, prompts and model, whose paths are relative to it."""
+    folder.mkdir()
+    shutil.copytree(checkpoint, folder / "model")
+    values: dict[str, Any] = {"input": {"path": "in.parquet", "id": "id"}, "sampling": {"max_new_tokens": 4}, **changes}
+    write_job(folder, Path("model"), rows, output={"path": str(output)}, **values)
+    return folder
+
+
+def submit_folder(cluster: LocalCluster, folder: Path, name: str, *options: str, slow: bool = False) -> tuple[int, str]:
+    """Exit status and output of `ray job submit --working-dir` with a user's folder. slow: with slow stages."""
+    command = ["python", str(ROOT / "tests" / "pipeline" / "slow_stages.py")] if slow else ["skipdecode"]
+    options = ("--submission-id", name, "--working-dir", str(folder), *options)
+    done = cluster.job("submit", *options, "--", *command, "run", "job.yaml", timeout=400)
+    return done.returncode, done.stdout + done.stderr
+
+
+def unpacked_folders(cluster: LocalCluster, marker: str) -> set[Path]:
+    """Folders with the file `marker` into which Ray has unpacked uploads."""
+    found = Path(cluster.folder).glob(f"session_*/runtime_resources/working_dir_files/*/{marker}")
+    return {path.parent.resolve() for path in found}
+
+
 def parts(folder: Path) -> dict[str, int]:
     """Part files with the time at which each was written, ns since 1970."""
     return {path.name: path.stat().st_mtime_ns for path in (folder / "out").glob("part-*.parquet")}
@@ -109,29 +132,6 @@ def test_a_wrong_job_is_exit_1_and_one_line_in_the_log(cluster: LocalCluster, ch
     assert line == f"skipdecode: {file}: {tmp_path}/none.parquet: no such file or folder"
 
 
-def own_folder(folder: Path, checkpoint: Path, rows: int, output: Path | str, **changes: Any) -> Path:
-    """A user's folder with a job file, prompts and model, whose paths are relative to it."""
-    folder.mkdir()
-    shutil.copytree(checkpoint, folder / "model")
-    source = {"path": "in.parquet", **changes.pop("input", {})}
-    write_job(folder, Path("model"), rows, input=source, output={"path": str(output)}, **changes)
-    return folder
-
-
-def submit_folder(cluster: LocalCluster, folder: Path, name: str, *options: str, slow: bool = False) -> tuple[int, str]:
-    """Exit status and output of `ray job submit --working-dir` with a user's folder. slow: with slow stages."""
-    command = ["python", str(ROOT / "tests" / "pipeline" / "slow_stages.py")] if slow else ["skipdecode"]
-    options = ("--submission-id", name, "--working-dir", str(folder), *options)
-    done = cluster.job("submit", *options, "--", *command, "run", "job.yaml", timeout=400)
-    return done.returncode, done.stdout + done.stderr
-
-
-def unpacked_folders(cluster: LocalCluster, marker: str) -> set[Path]:
-    """Folders with the file `marker` into which Ray has unpacked uploads."""
-    found = Path(cluster.folder).glob(f"session_*/runtime_resources/working_dir_files/*/{marker}")
-    return {path.parent.resolve() for path in found}
-
-
 def stopped_half_way(cluster: LocalCluster, folder: Path, output: Path, name: str) -> dict[Path, int]:
     """Submit a slow job, stop it after its second part; return its parts, each with its modification time in ns."""
     code, said = submit_folder(cluster, folder, name, "--no-wait", slow=True)
@@ -168,7 +168,7 @@ def test_a_relative_output_is_refused_and_no_file_is_written(
 def test_stopped_half_way_and_submitted_again_from_a_changed_folder_every_row_is_answered_once(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
-    rows, shard_rows = 320, 4
+    rows, shard_rows = 160, 4
     folder = own_folder(tmp_path / "mine", checkpoint, rows, tmp_path / "out", shard_rows=shard_rows, grace_seconds=60)
     (folder / "resumed").touch()
     early = stopped_half_way(cluster, folder, tmp_path / "out", "first")
@@ -188,7 +188,7 @@ def test_stopped_half_way_and_submitted_again_from_a_changed_folder_every_row_is
 def test_a_nightly_run_stopped_half_way_and_submitted_again_answers_every_row_once(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
-    rows, nightly = 320, {"path": "inbox", "since": "last_success"}
+    rows, nightly = 160, {"path": "inbox", "since": "last_success"}
     folder = own_folder(
         tmp_path / "mine", checkpoint, rows, tmp_path / "out", input=nightly, shard_rows=4, grace_seconds=60
     )
@@ -202,8 +202,8 @@ def test_a_nightly_run_stopped_half_way_and_submitted_again_answers_every_row_on
     assert "run 1, left unfinished by an earlier command, is now finished" in log
     assert {path: path.stat().st_mtime_ns for path in early} == early
     first, second = (pq.read_table(path.parent)["id"].to_pylist() for path in sorted(tmp_path.glob("out/*/_SUCCESS")))
-    assert sorted(first) == sorted(f"row-{row}" for row in range(rows))
-    assert second == ["new-0", "new-1"]
+    assert sorted(first) == sorted(f"a.parquet:{row}" for row in range(rows))
+    assert second == ["b.parquet:0", "b.parquet:1"]
 
 
 @pytest.mark.slow
