@@ -164,6 +164,7 @@ def test_a_relative_output_is_refused_and_no_file_is_written(
     assert {path.name for path in package.rglob("*")} == {path.name for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_stopped_half_way_and_submitted_again_from_a_changed_folder_every_row_is_answered_once(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
