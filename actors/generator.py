@@ -370,7 +370,7 @@ class Generator:
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=count,
             mean_depth=(request.schedule or self.schedule).mean_depth(count),
-            error=self.builder.error(prompt, completion, text),
+            error=self.builder.error(completion, text),
             token_ids=list(completion.token_ids),
             cumulative_logprob=completion.cumulative_logprob,
             logprobs=self.builder.logprobs(completion),

@@ -241,11 +241,10 @@ class RequestBuilder:
             text = text.strip() if self.strip else text
         return text, thinking.strip() if self.strip and thinking is not None else thinking
 
-    def error(self, prompt: Prompt, completion: Completion, text: str) -> str | None:
+    def error(self, completion: Completion, text: str) -> str | None:
         """Return why there is no answer, or why `text` does not complete the requested format; else None."""
-        form, error = self._form(prompt), completion.error
-        if error is None:
-            return form.problem(text) if isinstance(form, OutputFormat) else None
+        if (error := completion.error) is None:
+            return None
         blank = len(text) - len(text.rstrip())
         if completion.finish_reason == FinishReason.LENGTH and blank > len(text) / 2:
             share = "all" if blank == len(text) else "most"

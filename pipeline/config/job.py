@@ -255,9 +255,7 @@ class JobConfig(Section):
     output_format: Form | None = Field(
         None,
         description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark text "
-        "or .lark file}. With check: after, a json_schema may have parts that no grammar can express: they are checked "
-        "after generation, and a row that breaks them gets an error. For forms that differ from row to row, see "
-        "input.output_format",
+        "or .lark file}. For forms that differ from row to row, see input.output_format",
     )
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,

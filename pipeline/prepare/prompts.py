@@ -39,7 +39,7 @@ ADDED = {
     ERROR: pa.string(),
     SAMPLING: pa.string(),
     CHOICES: pa.list_(pa.string()),
-    FORM: pa.struct([("kind", pa.string()), ("text", pa.string()), ("after", pa.bool_())]),
+    FORM: pa.struct([("kind", pa.string()), ("text", pa.string())]),
     CONTROL_TOKENS: pa.int32(),
 }
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # raised for Arrow values such as the year 300,000
@@ -206,8 +206,7 @@ def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | Non
     """Return the answer format in the row's own columns; None if the row has no format of its own (null or "")."""
     for kind, column in (spec.input.output_format or {}).items():
         if values[column]:
-            after = spec.output_format is not None and spec.output_format.after and kind == "json_schema"
-            form = OutputFormat(kind, values[column], after)
+            form = OutputFormat(kind, values[column])
             form.check()
             return form
         if spec.output_format is None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap, problem, validator
+from actors.engine.constraints.json_schema import for_grammar, overlap
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
 KEPT_CHARACTERS = 2**16  # formats with more characters are not cached, because a server's clients may send many
-CHECK, AFTER = "check", "after"  # optional key next to json_schema, and its only value
 # white space in JSON answers is that of Python's json.dumps; with free white space, a model may write it without end
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -24,13 +23,12 @@ class OutputFormat:
 
     kind: str  # one of KINDS
     text: str  # a JSON Schema, a regular expression, or a grammar in llguidance's dialect of Lark
-    after: bool = False  # whether `problem` checks finished answers, since no grammar can express all schema keys
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
         """Convert a mapping with one key of KINDS. A schema may be JSON text. Raises UserError if a value is wrong."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
-        unknown = [name for name in value if name not in (*KINDS, CHECK)]
+        unknown = [name for name in value if name not in KINDS]
         if unknown or len(given) != 1:
             wrong = f"unknown key {unknown[0]}" if unknown else f"{len(given)} formats"
             raise UserError(f"{wrong}; give one of {', '.join(KINDS)}")
@@ -43,23 +41,11 @@ class OutputFormat:
                 raise UserError(f"json_schema cannot be written as JSON: {flat(error)}") from None
         if not isinstance(text, str):
             raise UserError(f"{kind} is a {type(text).__name__}; it must be text")
-        check = value.get(CHECK)
-        if check not in (None, AFTER) or (check is not None and kind != "json_schema"):
-            raise UserError(
-                f"{CHECK} = {check!r}: must be '{AFTER}', and only next to json_schema: finished answers are then "
-                "checked for schema keys that no grammar can express"
-            )
-        return cls(kind, text, check == AFTER)
+        return cls(kind, text)
 
     def to_dict(self) -> dict[str, str]:
         """Return the format as a mapping that `of()` reads."""
-        return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
-
-    def problem(self, text: str) -> str | None:
-        """Return how a finished answer violates the JSON Schema; None if it is valid, or if `after` is false."""
-        if not self.after or (found := problem(text, self.text)) is None:
-            return None
-        return f"{self.kind}: {found}"
+        return {self.kind: self.text}
 
     def check(self) -> None:
         """Raise UserError (a one-line message) if the format is wrong, or if llguidance does not support it."""
@@ -103,21 +89,17 @@ def _grammar(form: OutputFormat) -> tuple[str, str | None]:
     if not isinstance(schema, dict):
         return "", f"is a {type(schema).__name__}; it must be an object"
     try:
-        if form.after:
-            validator(form.text)
-        elif (overlapping := overlap(schema)) is not None:
+        if (overlapping := overlap(schema)) is not None:
             return "", overlapping
         grammar, wrong = _validated(form.kind, form.text)
-        if form.after or (wrong is not None and "oneOf" in wrong):
-            grammar, wrong = _validated(
-                form.kind, json.dumps(for_grammar(schema, after=form.after), ensure_ascii=False)
-            )
+        if wrong is not None and "oneOf" in wrong:
+            grammar, wrong = _validated(form.kind, json.dumps(for_grammar(schema), ensure_ascii=False))
     except (UserError, RecursionError) as error:
         return "", flat(error)
     except (TypeError, AttributeError, LookupError) as error:  # the value of a keyword has a wrong type
         return "", f"not a JSON Schema: {flat(error)}"
     if wrong is not None and wrong.startswith(("Unimplemented keys", "min/maxProperties")):
-        wrong += f": no grammar can express this; leave it out, or {CHECKED}"
+        wrong += ": no grammar can express this; leave it out"
     return grammar, wrong
 
 
