@@ -8,17 +8,22 @@ import sys
 from pathlib import Path
 
 import contestants
+import pyarrow.parquet as pq
 import pytest
 import torch
 from contestants import HERE, Peer, PeerEnded
 from ideal import Ceilings, Least, Shape, least, taken_off
+from overhead import write_rows
 from real_data import TOPICS, Similar, topic_of
 from real_evidence import prune
 from real_model import values_of, values_stated
+from shapes import write_unfilled
 from tiny_models import LAYERS, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from workloads import Workload
 
+from actors.engine.model.loading import inspect
+from actors.engine.model.weights import folder_tensors
 from actors.engine.schedule.schedule import ScheduleSpec
 
 CATEGORIES = Path("../shared/data/banking77/categories.json")
@@ -162,3 +167,23 @@ def test_a_peer_answers_again_after_it_failed(tmp_path: Path, monkeypatch: pytes
 def test_a_peer_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(PeerEnded, match="no such model"):
         peer_of(tmp_path, "bad")
+
+
+def test_a_checkpoint_without_weights_takes_no_room(tmp_path: Path) -> None:
+    write_unfilled("tiny", tmp_path)
+    checkpoint = inspect(tmp_path, by_vllm=True)
+    whole = AutoModelForCausalLM.from_config(checkpoint.config)
+    assert folder_tensors(tmp_path).keys() == dict(whole.named_parameters()).keys()
+    weights = (tmp_path / "model.safetensors").stat()
+    assert weights.st_blocks * 512 < 2**17 < weights.st_size
+
+
+def test_the_rows_of_all_systems_are_the_same(tmp_path: Path) -> None:
+    write_rows(tmp_path, 40)
+    rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["sampling"]["max_new_tokens"]) for row in rows] == [
+        (line["prompt"], line["output_tokens"]) for line in lines
+    ]
+    limits = {row["sampling"]["max_new_tokens"] for row in rows}
+    assert 8 <= min(limits) < 20 < 80 < max(limits) <= 128
