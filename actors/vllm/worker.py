@@ -156,6 +156,7 @@ def refuse_unsupported(config: Any, schedule: Schedule) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "expert load balancing": parallel.enable_eplb,  # counts the experts of dropped layers
         "KV cache transfer": config.kv_transfer_config is not None,  # a store would mix keys and values of two speeds
+        "fast prefill with a shared KV cache": cache.kv_sharing_fast_prefill,  # reads attributes of the last layer
         "encoders": model.is_encoder_decoder,
     }
     if not schedule.is_uniform:  # some tokens skip a layer that others run
@@ -167,7 +168,6 @@ def refuse_unsupported(config: Any, schedule: Schedule) -> None:
             "data parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
             "dual batch overlap": parallel.use_ubatching,
             "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
-            "fast prefill with a shared KV cache": cache.kv_sharing_fast_prefill,
             "M-RoPE positions": model.uses_mrope,
             "pooling": model.runner_type != "generate",
             "compilation and CUDA graphs: pass enforce_eager": not model.enforce_eager,

@@ -156,6 +156,13 @@ def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, An
     assert run_and_read(values)[1]["generated_text"] == text.strip()
 
 
+def test_a_job_of_constant_depth_has_the_library_engines_answers(inputs: dict[str, Any], tmp_path: Path) -> None:
+    schedule = {"speedup": 2, "decay": "constant", "prompt": "first", "unadapted": True, "agreement_rows": 0}
+    library, values = (job(tmp_path, inputs, engine, 2, schedule=schedule) for engine in ("library", "vllm"))
+    assert run_and_read(values) == run_and_read(library)
+    assert {row["mean_depth"] for row in shards(values["output"]["path"])} == {cases.LAYERS / 2}
+
+
 def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "jobs", SimpleNamespace(run=run_in_process))
     found = {}

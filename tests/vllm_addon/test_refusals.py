@@ -37,7 +37,10 @@ def config(folder: Path) -> Any:
 
 FALLING = ScheduleSpec(speedup=2, horizon=9).build(cases.LAYERS)
 UNIFORM = ScheduleSpec(max_depth=3, prompt="first").build(cases.LAYERS)
-ALWAYS = ("KV cache transfer", "pipeline parallelism", "expert load balancing", "encoders")  # also if depth is constant
+ALWAYS = (  # also if depth is constant
+    *("KV cache transfer", "pipeline parallelism", "expert load balancing"),
+    "fast prefill with a shared KV cache",
+)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_encoders_are_refused() -> None:
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_eplb=False),
         model_config=SimpleNamespace(is_encoder_decoder=True),
-        cache_config=None,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         kv_transfer_config=None,
     )
     with pytest.raises(UserError, match="cannot be combined with encoders"):
