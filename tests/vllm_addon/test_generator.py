@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,3 +217,40 @@ def test_the_grammar_of_labels_ends_at_the_token_that_decides() -> None:
         "n1: (<[6]> | <[8]> n2)",
         "n2: (<[3]> | <[9]>)?",
     ]
+
+
+def test_vllm_runs_a_checkpoint_in_8_bits_that_the_own_engine_refuses(folder: Path, tmp_path: Path) -> None:
+    """In compressed-tensors' format: int8 weights with a scale per output, inputs rounded per token."""
+    stored = tmp_path / "int8"
+    shutil.copytree(folder, stored)
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "strategy": "channel"},
+        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    weights = load_file(stored / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scale = weights[name].float().abs().amax(dim=1, keepdim=True) / 127
+        weights[f"{name}_scale"] = scale
+        weights[name] = (weights[name].float() / scale).round().to(torch.int8)
+    save_file(weights, stored / "model.safetensors", {"format": "pt"})
+
+    settings = {**SETTINGS, "dtype": "bfloat16", "sampling": {"max_new_tokens": 1}}
+    with pytest.raises(UserError, match=r"compressed-tensors.* run only in vLLM: set model\.engine: vllm"):
+        Generator(str(stored), **settings, device="cpu")
+    made = Generator(str(stored), **settings, vllm={"block_size": cases.BLOCK, "enforce_eager": True})
+    try:
+        answers = made.answer([replace(made.builder.prompt(text), row=row) for row, text in enumerate(TEXTS)])
+    finally:
+        made.engine.close()
+    assert all(one.error is None and one.token_ids for one in answers) and len(answers) == len(TEXTS)
