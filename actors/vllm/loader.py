@@ -120,7 +120,8 @@ class SkipLoader(DefaultModelLoader):  # type: ignore[misc]
             drop_layers(model, layers, self.dropped, self._compilation_config)
         # vLLM caches the names of missing layers by the id of a model, which a later model can have too
         _model_to_pp_missing_layer_names.clear()
-        (super() if self.dummy is None else self.dummy).load_weights(model, model_config)
+        load = super().load_weights if self.dummy is None else self.dummy.load_weights
+        load(model, model_config)
         _model_to_pp_missing_layer_names.clear()
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
