@@ -2,20 +2,27 @@
 
     python tests/benchmarks/vllm_speed.py --model work/real/model --rows 32        # on a CPU
     python tests/benchmarks/vllm_speed.py --shape llama-3-8b --rows 32,256,1024    # on a GPU, see gpu.sh
+    python tests/benchmarks/vllm_speed.py --schedule --rows 256,1024               # host work of the scheduler
 
 Plain vLLM has its compiled layers and CUDA graphs. The add-on runs eagerly, and so does plain vLLM in a further engine,
 which tells how much of the difference is launches. 1x: all layers wrapped, and run for every token. Each engine is a
 process of its own, and the second of two runs is timed. Columns: generated tokens a second of the whole run, prefill
 included; steps; builds of metadata for subsets a step; layers that a token runs, prompts included; overhead: share of
 the run that the add-on spends on plans and metadata.
+
+With --schedule a model of one tiny layer runs decode steps, and every other step leaves out the add-on's short way for
+rows that need no new block. Columns: microseconds of the scheduler a row and step without and with it, first quartile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -94,6 +101,53 @@ def measure(given: argparse.Namespace, name: str, rows: list[int]) -> list[dict[
     return found
 
 
+def measure_schedule(rows: int, block_size: int) -> dict[str, Any]:
+    """Measure `schedule()` in steps of `rows` rows that each generate a token, without and with the short way."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import vllm
+    from transformers import LlamaConfig
+
+    from actors.vllm.scheduler import SkipCacheManager
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, vocab_size=64, max_position_embeddings=512, architectures=["LlamaForCausalLM"])
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        llm = vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_num_seqs=rows,
+            max_num_batched_tokens=128 * rows,
+            block_size=block_size,
+            kv_cache_memory_bytes=2**29,
+            **ADD_ON,
+        )
+    engine: Any = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    schedule, has_room, seconds = scheduler.schedule, SkipCacheManager._has_room, ([], [])
+
+    def timed(*args: Any, **options: Any) -> Any:
+        short = len(seconds[0]) > len(seconds[1])
+        SkipCacheManager._has_room = has_room if short else lambda self, request: False  # type: ignore[method-assign]
+        began = time.perf_counter()
+        out = schedule(*args, **options)
+        if out.total_num_scheduled_tokens == rows:  # all rows run, and none has a prompt
+            seconds[short].append(time.perf_counter() - began)
+        return out
+
+    scheduler.schedule = timed
+    # the rows' last blocks are full at different steps
+    prompts = [{"prompt_token_ids": [3] * (1 + number % 64)} for number in range(rows)]
+    params = vllm.SamplingParams(temperature=0, max_tokens=129, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, params, use_tqdm=False)
+    without, with_it = (1e6 * statistics.quantiles(one, n=4)[0] / rows for one in seconds)
+    return {"rows": rows, "block_size": block_size, "us_without": without, "us_with": with_it, "steps": len(seconds[0])}
+
+
 def _shape(shape: str, folder: Path) -> str:
     from shapes import SHAPES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -147,9 +201,16 @@ def main() -> None:
     parser.add_argument("--engines", default=";".join(ENGINES), help="some of: " + "; ".join(ENGINES))
     parser.add_argument("--speedups", default="1,2,3", help="of the add-on")
     parser.add_argument("--out", type=Path, default=Path("work/gpu/vllm.json"))
+    parser.add_argument("--schedule", action="store_true", help="measure the scheduler alone")
+    parser.add_argument("--block-sizes", default="32,64,128", help="with --schedule; 16 on a GPU")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     given = parser.parse_args()
     rows = [int(count) for count in given.rows.split(",")]
+    if given.schedule:
+        for count, size in itertools.product(rows, given.block_sizes.split(",")):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(json.dumps(pool.apply(measure_schedule, (count, int(size)))), flush=True)
+        return
     if given.engine is not None:
         given.out.write_text(json.dumps(measure(given, given.engine, rows)))
         return
