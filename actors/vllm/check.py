@@ -3,7 +3,9 @@
 Some prompts are answered alone and then together. The check stores the keys and values that each attention layer gets.
 In every forward pass, torch computes attention from these keys and values in float32, and the check compares the result
 with the layer's output. Both get the same inputs, so rounding in earlier layers does not matter. The check also fails
-if a layer does not run for exactly the tokens that the schedule assigns to it.
+if a layer does not run for exactly the tokens that the schedule assigns to it. A decode step that CUDA graphs can run
+runs by them and then eagerly; the outputs of the last layer must agree, and the check's attention reads keys and values
+that the graphs may have damaged.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import SamplingParams
+from vllm.forward_context import get_forward_context
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from actors.engine.errors import UserError
 from actors.vllm.layers import LayerSkipper
+from actors.vllm.plan import PassPlan
 
 LONGEST_PROMPT, NEW_TOKENS = 200, 24
 # largest allowed error of an attention output, as a fraction of the mean norm of the values that attention averages.
@@ -54,7 +58,10 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     depths = skipper.depths
     # compress the depth curve to the length of the check's answers
     skipper.depths = depths[np.linspace(0, len(depths) - 1, NEW_TOKENS - 1).round().astype(int)]
-    errors, problem = [0.0], None
+    forwards = [(layer, layer.forward) for layer in skipper.layers.values()]
+    errors, graph_errors, problem = [0.0], [0.0], None
+    if skipper.graphs is not None:
+        _run_both_ways(skipper, graph_errors)
     try:
         for group in (*([prompt] for prompt in prompts), prompts):
             seen: list[Seen] = [defaultdict(dict) for _ in attention]
@@ -67,6 +74,8 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
     finally:
         for _, layer in attention:
             layer.__dict__.pop("forward", None)
+        for layer, forward in forwards:
+            layer.forward = forward
         skipper.depths = depths
         skipper.counts.clear()
     worst, limit = float(np.max(errors)), LIMITS[config.model_config.dtype]
@@ -74,12 +83,43 @@ def check_answers(worker: Any, skipper: LayerSkipper, cache_config: Any) -> None
         limit = LIMIT_OF_8_BITS
     if not worst <= limit:  # also true for NaN
         problem = f"attention differs from plain attention by {worst:.3g} of the mean norm of values, more than {limit}"
+    # the rounding of all layers adds up in the output of the last one
+    if problem is None and not (worst_of_graphs := float(np.max(graph_errors))) <= 4 * limit:
+        problem = (
+            f"decode steps by CUDA graphs differ from eager ones by {worst_of_graphs:.3g} of the output's norm "
+            "(graphs: false avoids them)"
+        )
     if problem is not None:
         raise UserError(
             f"skipdecode: the self-check failed: {problem}; this model or attention backend is not supported. "
             "Set self_check: false to skip the check"
         )
     log.info("skipdecode: self-check passed: attention differs by %.2g of the mean norm of values", worst)
+
+
+def _run_both_ways(skipper: LayerSkipper, errors: list[float]) -> None:
+    """Make the first and last layer run each decode step by graphs and then eagerly, and add the differences."""
+    first, last = skipper.layers[min(skipper.layers)], skipper.layers[max(skipper.layers)]
+    run_first, run_last = first.forward, last.forward
+    outputs: dict[PassPlan, Any] = {}
+
+    def by_graphs_and_eagerly(*args: Any, **options: Any) -> Any:
+        plan = skipper.plan()
+        if plan is not None and plan.by_graphs:
+            outputs[plan] = run_first(*args, **options)
+            plan.by_graphs = False
+            skipper.cut_metadata(plan, get_forward_context())
+        return run_first(*args, **options)
+
+    def compared(*args: Any, **options: Any) -> Any:
+        out = run_last(*args, **options)
+        if (plan := skipper.plan()) in outputs:
+            got, wanted = (one if isinstance(one, Tensor) else one[0] + one[1] for one in (outputs.pop(plan), out))
+            error = ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1))[wanted.isfinite().all(-1)]  # see `_watched`
+            errors.append(float(error.max()) if len(error) else 0.0)
+        return out
+
+    first.forward, last.forward = by_graphs_and_eagerly, compared
 
 
 def _positions(skipper: LayerSkipper, index: int, prompt_tokens: int) -> list[int]:

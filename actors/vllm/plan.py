@@ -65,6 +65,9 @@ class PassPlan:
         generated = self.positions - prompts[self.owners]
         self.depths = np.where(generated < 0, prompt_depth, depths[np.clip(generated, 0, len(depths) - 1)])
         self.levels = np.unique(self.depths)  # the different depths, ascending
+        # name of attention layer -> vLLM's builder of its metadata, CommonAttentionMetadata of the pass
+        self.built: dict[str, tuple[Any, Any]] = {}
+        self.by_graphs = False  # whether `DecodeGraphs` runs the pass
         self._subsets: dict[int, Subset] = {}
 
     def runs_all(self, rank: int) -> bool:

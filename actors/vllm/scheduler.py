@@ -11,9 +11,13 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from vllm.v1.request import RequestStatus
 
 from actors.engine.errors import UserError
+from actors.vllm.graphs import BACKENDS
 from actors.vllm.settings import read_settings
 
 RUNNING = RequestStatus.RUNNING
+# With graphs, requests begin once 1/ADMISSION_PART of the places is free, because a step with prompts runs eagerly. If
+# their prompts have MOST_PROMPT_TOKENS tokens, computation on a GPU hides the launches of such a step.
+ADMISSION_PART, MOST_PROMPT_TOKENS = 16, 1500
 
 
 class SkipCacheManager(KVCacheManager):  # type: ignore[misc]
@@ -92,7 +96,7 @@ class SkipCacheManager(KVCacheManager):  # type: ignore[misc]
 
 
 class PromptCache:
-    """Lets a vLLM scheduler use a `SkipCacheManager`."""
+    """Lets a vLLM scheduler use a `SkipCacheManager`, and begin requests in groups if decode steps run by graphs."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -103,11 +107,25 @@ class PromptCache:
         if self.connector is None:  # type: ignore[attr-defined]  # a connector holds vLLM's own manager
             made: Any = self.kv_cache_manager  # type: ignore[has-type]
             self.kv_cache_manager = SkipCacheManager(made, caches_answers=self.is_uniform)
+        self._by_graphs = settings.graphs and not self.is_uniform and config.device_config.device_type in BACKENDS
+        self._places = self.max_num_active_reqs  # type: ignore[has-type]
+        self._requests = self._prompt_tokens = 0  # of all requests so far
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """Schedule a step. Hold waiting requests while fewer places are free than a group of them needs."""
+        if self._by_graphs:
+            running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
+            group = min(self._places // ADMISSION_PART, waiting)
+            is_small = group * self._prompt_tokens < MOST_PROMPT_TOKENS * self._requests
+            holds = running > 0 and is_small and self._places - running < group
+            self.max_num_active_reqs = running if holds else self._places
+        return super().schedule(*args, **options)  # type: ignore[misc]
 
     def add_request(self, request: Any) -> None:
         """Queue a request. Raises UserError if its input is streamed: vLLM would add its answers to its prompt."""
         if request.resumable and not self.is_uniform:
             raise UserError("skipdecode: input that streams into a request is not supported")
+        self._requests, self._prompt_tokens = self._requests + 1, self._prompt_tokens + request.num_prompt_tokens
         super().add_request(request)  # type: ignore[misc]
 
 

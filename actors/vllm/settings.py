@@ -11,12 +11,12 @@ from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained, 
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 KEY = "skipdecode"
+GRAPHS = False  # whether decode steps run by CUDA graphs by default; False until they have passed their tests on a GPU
 OWN: dict[str, Any] = {  # keys in addition to those of a schedule, with their types
     "speed_adapter": str | None,  # folder of an adapter to merge
     "unadapted": bool,  # whether to run a schedule that the model was not trained for
+    "graphs": bool,  # whether decode steps run by CUDA graphs where rows of a step run different layers
     "self_check": bool,  # whether to compare attention with a slow reference before the first request
-    # for debugging: whether to write huge values into cache slots that a layer may not read, and fail if it does
-    "poison": bool,
 }
 
 
@@ -27,7 +27,7 @@ class Settings:
     schedule: Schedule
     speed_adapter: str | None = None  # None at full depth, because the base model then runs unchanged
     self_check: bool = True
-    poison: bool = False
+    graphs: bool = GRAPHS
 
 
 def read_settings(additional_config: Any, model: str, num_layers: int) -> Settings:
@@ -65,4 +65,4 @@ def read_settings(additional_config: Any, model: str, num_layers: int) -> Settin
                 f"{KEY}: {folder} is not adapted to the schedule ({difference}), and its answers would be ruined: run "
                 "`skipdecode adapt`, or set unadapted: true"
             )
-    return Settings(schedule, adapter, given.get("self_check", True), given.get("poison", False))
+    return Settings(schedule, adapter, given.get("self_check", True), given.get("graphs", GRAPHS))

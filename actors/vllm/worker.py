@@ -1,7 +1,7 @@
 """Defines a worker for vLLM whose decoder layers run only for the tokens that the schedule assigns to them.
 
-If every token runs the same layers, the other layers are dropped while the model loads, and vLLM runs the rest as any
-other model. Else the layers' `forward` is replaced (see `layers`).
+Layers that no token runs are dropped while the model loads. If every token runs the others, vLLM runs them as any other
+model. Else the layers' `forward` is replaced (see `layers`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import base_digest, read_adapter
 from actors.engine.schedule.schedule import Schedule
 from actors.vllm.check import check_answers
+from actors.vllm.graphs import BACKENDS
 from actors.vllm.layers import LayerSkipper
-from actors.vllm.loader import FULL_DEPTH, DroppedLayer, decoder_layers, use_loader
+from actors.vllm.loader import FORMATS, FULL_DEPTH, DroppedLayer, decoder_layers, use_loader
 from actors.vllm.scheduler import PromptCache
 from actors.vllm.settings import read_settings
 
@@ -47,11 +48,13 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         model = vllm_config.model_config
         layers = model.get_total_num_hidden_layers()
         settings = self.skip_settings = read_settings(vllm_config.additional_config, model.model, layers)
-        schedule, dropped = settings.schedule, list[int]()
+        schedule = settings.schedule
         if not schedule.is_full_depth:
             refuse_unsupported(vllm_config, schedule)
-        if schedule.is_uniform and not schedule.is_full_depth:
-            dropped = sorted(set(range(layers)).difference(schedule.prompt_layers))
+        dropped = sorted(set(range(layers)).difference(schedule.prompt_layers))
+        if not schedule.is_uniform and not (vllm_config.load_config.load_format in FORMATS and model.is_pp_supported):
+            dropped = []  # a falling schedule can also skip them
+        if dropped:
             # vLLM's key of compiled code covers additional_config, but no file such as skipdecode.json
             kept = {KEPT_LAYERS: schedule.prompt_layers}
             vllm_config.additional_config = {**vllm_config.additional_config, **kept}
@@ -79,18 +82,18 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             log.info("skipdecode: the schedule runs every layer, so vLLM runs unchanged")
             return
         layers = decoder_layers(self.model_runner.get_model(), schedule.num_layers)
+        kept = [index for index, layer in enumerate(layers) if not isinstance(layer, DroppedLayer)]
         if schedule.is_uniform:
-            kept = tuple(index for index, layer in enumerate(layers) if not isinstance(layer, DroppedLayer))
-            assert kept == schedule.prompt_layers, "a model that SkipLoader has not loaded"
+            assert tuple(kept) == schedule.prompt_layers, "a model that SkipLoader has not loaded"
             log.info("skipdecode: every token runs the same %d of %d layers", len(kept), schedule.num_layers)
             return
         attention = attention_layers(self.vllm_config.compilation_config.static_forward_context)
-        if sorted(attention) != list(range(schedule.num_layers)):
+        if sorted(attention) != kept:
             raise UserError(
-                f"skipdecode: only {len(attention)} of {schedule.num_layers} layers have attention, which is not "
+                f"skipdecode: only {len(attention)} of {len(kept)} layers have attention, which is not "
                 f"supported; {FULL_DEPTH}"
             )
-        self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths, poison=self.skip_settings.poison)
+        self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths)
         self.skipper.wrap(layers)
         first, last = schedule.depths[0], schedule.depths[-1]
         log.info("skipdecode: decode steps run %d (first) to %d (last) of %d layers", first, last, schedule.num_layers)
@@ -98,13 +101,19 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
     def set_schedule(self, schedule: Schedule) -> None:
         """Use another schedule, from the next forward pass on. No request may be in flight.
 
-        A merged speed adapter stays merged. Raises UserError if the engine runs the same layers for every token.
+        A merged speed adapter stays merged. Raises UserError if the engine runs the same layers for every token, or has
+        dropped a layer of the new schedule.
         """
         if self.skipper is None:
             now = self.skip_settings.schedule
             raise UserError(
                 f"skipdecode: this engine runs {len(now.prompt_layers)} of {now.num_layers} layers for every token and "
                 "cannot change its speed: start another engine"
+            )
+        if dropped := sorted(set(schedule.prompt_layers) - self.skipper.attention.keys()):
+            raise UserError(
+                f"skipdecode: the schedule runs layer {dropped[0]}, which no token of the schedule that this engine "
+                "began with runs, so it was dropped: start another engine"
             )
         self.skipper.set_schedule(schedule)
 
@@ -114,7 +123,7 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         self._cache_config = kv_cache_config
         if self.skipper is None:
             return
-        for group in (group for groups in self.model_runner.attn_groups for group in groups):
+        for group in self._attention_groups():
             if not isinstance(group.kv_cache_spec, AttentionSpec | UniformTypeKVCacheSpecs):
                 kind = type(group.kv_cache_spec).__name__
                 raise UserError(f"skipdecode: layers with a {kind} are not supported; {FULL_DEPTH}")
@@ -122,11 +131,21 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
                 self.skipper.watch(builder)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up. Then check the attention layers (see `check_answers`), unless `self_check` is false."""
+        """Warm up, and capture graphs of decode steps. Then check both (see `check_answers`), unless told not to."""
         times = super().compile_or_warm_up_model()
-        if self.skipper is not None and self.skip_settings.self_check:
-            check_answers(self, self.skipper, self._cache_config)
+        skipper, settings = self.skipper, self.skip_settings
+        if skipper is None:
+            return times
+        if settings.graphs and self.device.type in BACKENDS:
+            builders = [builder for group in self._attention_groups() for builder in group.metadata_builders]
+            if reason := skipper.use_graphs(builders, self.vllm_config, self.device):
+                log.warning("skipdecode: decode steps run without CUDA graphs: %s", reason)
+        if settings.self_check:
+            check_answers(self, skipper, self._cache_config)
         return times
+
+    def _attention_groups(self) -> list[Any]:
+        return [group for groups in self.model_runner.attn_groups for group in groups]
 
     def _prompt_lengths(self, common: Any) -> np.ndarray:
         runner = self.model_runner

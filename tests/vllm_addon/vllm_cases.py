@@ -162,6 +162,39 @@ def skipper(llm: vllm.LLM) -> Any:
     return worker(llm).skipper
 
 
+def poison(llm: vllm.LLM) -> None:
+    """Write huge values into cache slots that a layer may not read, from now on, and fail if a layer reads one.
+
+    NaN would not work: kernels multiply the values of masked slots by 0, and NaN * 0 is NaN.
+    """
+    owner = skipper(llm)
+    owner.graphs, cut = None, owner.cut_metadata
+
+    def cutting(plan: Any, context: Any) -> None:
+        for index, layers in owner.attention.items():
+            holes = torch.from_numpy(plan.depths <= owner.ranks[index]).to(plan.device)
+            for name, layer in layers.items() if bool(holes.any()) else ():
+                slots = plan.built[name][1].slot_mapping[: len(holes)][holes]
+                key = torch.zeros(len(slots), layer.num_kv_heads, layer.head_size, dtype=layer.dtype)
+                value = torch.full((*key.shape[:2], layer.head_size_v), 1e36, dtype=layer.dtype)
+                key, value = key.to(slots.device), value.to(slots.device)
+                layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+        cut(plan, context)
+
+    def checked(forward: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            out = forward(*args, **options)
+            for value in out if isinstance(out, tuple) else (out,):
+                assert value is None or bool((value.abs() < 1e18).all()), "a layer read the slot of a skipped token"
+            return out
+
+        return run
+
+    owner.cut_metadata = cutting
+    for layer in owner.layers.values():
+        layer.forward = checked(layer.forward)
+
+
 def rows(count: int, seed: int = 0, shortest: int = 1, longest: int = 100) -> tuple[list[list[int]], list[int]]:
     """Random prompts, and limits of their answers: rows at different positions share steps."""
     chance = random.Random(seed)
