@@ -41,6 +41,7 @@ from actors.engine.model.loading import Checkpoint
 from actors.engine.row import Row, begin_row
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, TokenLogprob
+from actors.vllm.settings import KEY
 
 log = logging.getLogger(__name__)
 HIGHEST_TEMPERATURE = 2.0  # highest temperature that vLLM accepts
@@ -63,7 +64,9 @@ SAME_NAMES = (  # sampling parameters that vLLM names alike
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError if vLLM does not know an engine argument, or if another key of the job file sets it."""
     known = {item.name for item in dataclasses.fields(EngineArgs)}
-    for name in options:
+    for name, value in options.items():
+        if name == "additional_config" and value in ({KEY: {"graphs": True}}, {KEY: {"graphs": False}}):
+            continue
         if name in SET_BY_KEYS:
             raise UserError(f"model.vllm: {name} is set by {SET_BY_KEYS[name]}; leave it out")
         if name not in known:
@@ -74,7 +77,7 @@ class LoadedModel:
     """The vLLM engine in this process, and the schedule that its workers run.
 
     A vLLM engine in which every token runs the same layers holds only these layers. Such a schedule needs an engine of
-    its own: `use` closes the one and loads the other. All schedules that fall share one engine.
+    its own: `use` closes the one and loads the other. Schedules that fall share an engine that holds their layers.
 
     Args:
         arguments: vLLM's engine arguments; those that depend on the schedule are added.
@@ -83,7 +86,7 @@ class LoadedModel:
 
     def __init__(self, arguments: Mapping[str, Any], adapter: str | None, schedule: Schedule) -> None:
         self._arguments, self._adapter = arguments, adapter
-        self.has_nans: set[int] = set()  # tickets of rows whose logits held NaN in the last step
+        self.has_nans: dict[int, int] = {}  # ticket -> number of tokens in the last step, where their logits held NaN
         self._load(schedule)
 
     def _load(self, schedule: Schedule) -> None:
@@ -91,9 +94,10 @@ class LoadedModel:
         settings["unadapted"] = True  # skips the worker's check of the schedule, because the caller has checked it
         if self._adapter is not None and not schedule.is_full_depth:
             settings["speed_adapter"] = self._adapter
-        by_schedule = {"enforce_eager": not schedule.is_uniform, "additional_config": {"skipdecode": settings}}
+        settings |= self._arguments.get("additional_config", {}).get(KEY, {})
+        arguments = {"enforce_eager": not schedule.is_uniform, **self._arguments, "additional_config": {KEY: settings}}
         try:
-            self.vllm = LLMEngine.from_engine_args(EngineArgs(**{**by_schedule, **self._arguments}))
+            self.vllm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, NotImplementedError) as error:
             if isinstance(error, UserError):
                 raise
@@ -101,6 +105,7 @@ class LoadedModel:
         self._core: Any = self.vllm.engine_core
         self._take_output, self._core.get_output = self._core.get_output, self._noting_output
         self.schedule: Schedule | None = schedule
+        self._loaded_for = schedule
 
     def use(self, schedule: Schedule) -> None:
         """Run `schedule` from now on. Raises UserError if rows of another schedule are in flight."""
@@ -109,7 +114,7 @@ class LoadedModel:
             return
         if old is not None and self.vllm.has_unfinished_requests():
             raise UserError("rows of another schedule are in flight: finish them before the schedule changes")
-        if old is not None and _engine_of(old) == _engine_of(schedule):
+        if old is not None and _runs(self._loaded_for, schedule):
             if not schedule.is_uniform:
                 self.vllm.collective_rpc("set_schedule", args=(schedule,))
                 self.vllm.reset_prefix_cache()
@@ -132,14 +137,21 @@ class LoadedModel:
     def _noting_output(self) -> Any:
         """Return the next output of vLLM's core. Record rows with NaN logits: `RequestOutput` does not tell."""
         outputs = self._take_output()
-        # vLLM has appended a hyphen and a random part to the ticket
-        self.has_nans |= {int(one.request_id.partition("-")[0]) for one in outputs.outputs if one.num_nans_in_logits}
+        for one in outputs.outputs:
+            if one.num_nans_in_logits:
+                # vLLM has appended a hyphen and a random part to the ticket
+                self.has_nans[int(one.request_id.partition("-")[0])] = len(one.new_token_ids)
+                state = self.vllm.output_processor.request_states.get(one.request_id)
+                if state is not None and state.output_kind == RequestOutputKind.FINAL_ONLY:
+                    state.output_kind = RequestOutputKind.CUMULATIVE  # `step` gets all tokens now, and ends the row
         return outputs
 
 
-def _engine_of(schedule: Schedule) -> tuple[int, ...]:
-    """Return the layers that an engine holds in which every token runs the same ones; () if the schedule falls."""
-    return schedule.prompt_layers if schedule.is_uniform else ()
+def _runs(loaded_for: Schedule, schedule: Schedule) -> bool:
+    """Return whether an engine that was loaded for one schedule can run another one."""
+    if loaded_for.is_uniform or schedule.is_uniform:
+        return loaded_for.is_uniform == schedule.is_uniform and loaded_for.prompt_layers == schedule.prompt_layers
+    return set(schedule.prompt_layers) <= set(loaded_for.prompt_layers)
 
 
 class VllmEngine:
@@ -283,9 +295,10 @@ class VllmEngine:
                 continue
             row, call, number = self.rows[ticket]
             [sample] = output.outputs
+            sure = len(row.tokens) + len(sample.token_ids) - self.loaded.has_nans.get(ticket, 0)  # tokens without NaN
             for token, logprobs in zip(sample.token_ids, sample.logprobs or [{}] * len(sample.token_ids), strict=True):
                 if row.finish is None:
-                    self._record(row, int(token), logprobs, has_nans=ticket in self.loaded.has_nans)
+                    self._record(row, int(token), logprobs, has_nans=len(row.tokens) >= sure)
             if output.finished and row.finish is None:
                 row.finish = FinishReason.LENGTH if sample.finish_reason == "length" else FinishReason.ERROR
             elif row.finish is not None and not output.finished:
@@ -342,6 +355,8 @@ class VllmEngine:
             form = StructuredOutputsParams(grammar=grammar(request.constraint, self.end_id))
         if params.temperature > HIGHEST_TEMPERATURE:
             raise UserError(f"temperature = {params.temperature:g}: engine vllm allows at most {HIGHEST_TEMPERATURE:g}")
+        # `Row` ends the other answers, so it needs each token at once
+        ends_in_vllm = request.constraint is None and request.ending is None
         scores = self.cumulative_logprob or isinstance(request.constraint, ChoiceTrie)
         return VllmParams(
             **{name: getattr(params, name) for name in SAME_NAMES},
@@ -353,7 +368,7 @@ class VllmEngine:
             seed=request.key % 2**63 if params.temperature > 0 else None,
             structured_outputs=form,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY if ends_in_vllm else RequestOutputKind.DELTA,
         )
 
     def _record(self, row: Row, token: int, logprobs: Mapping[int, Any], *, has_nans: bool) -> None:
@@ -390,27 +405,9 @@ class VllmEngine:
 def grammar(constraint: Constraint, eos: int) -> str:
     """Convert a constraint to a grammar of llguidance. Raises UserError if the constraint applies after thinking."""
     if isinstance(constraint, ChoiceTrie):
-        return trie_grammar(constraint, eos)
+        return constraint.lark(eos)
     if isinstance(constraint, Grammar):
         return constraint.lark
     raise UserError(
         f"{constraint.name}: engine vllm cannot constrain an answer that follows thinking: leave `reasoning` out"
     )
-
-
-def trie_grammar(trie: ChoiceTrie, eos: int) -> str:
-    """Return a grammar of the labels' tokens. An answer ends as soon as only one label is possible.
-
-    vLLM allows the token `eos` where an answer may end. All other end tokens must be part of the grammar.
-    """
-    rules, nodes = [], [trie.root]
-    for number, node in enumerate(nodes):  # the list grows in the loop
-        ways = [f"<[{token}]>" for token in trie.end_ids if node.label is not None and token != eos]
-        for token, child in node.children.items():
-            if child.only is not None:
-                ways.append(f"<[{token}]>")
-            else:
-                ways.append(f"<[{token}]> n{len(nodes)}")
-                nodes.append(child)
-        rules.append(f"n{number}: ({' | '.join(ways)}){'' if node.label is None else '?'}")
-    return "\n".join(['%llguidance {"no_forcing": true}', "start: n0", *rules])

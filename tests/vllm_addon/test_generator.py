@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import NOT_NUMBERS
 from actors.generator import Generator
-from actors.vllm.engine import check_options, trie_grammar
+from actors.vllm.engine import _runs, check_options
 
 TEXTS = [
     "name[Alimentum], area[city centre]",
@@ -159,8 +160,8 @@ def test_calls_share_steps_and_an_error_ends_all(generator: Generator) -> None:
     first = generator.begin(rows, on_drain=lambda: others.append(generator.begin(rows)))
     generator.run(first)
     [second] = others
-    in_flight = generator.engine.rows.values()  # type: ignore[attr-defined]
-    assert any(row.tokens for row, *_ in in_flight)  # begun in the first one's steps
+    in_flight = generator.engine.vllm.engine_core.engine_core.scheduler.running  # type: ignore[attr-defined]
+    assert any(request.num_output_tokens for request in in_flight)  # begun in the first one's steps
     generator.run(second)
     assert generator.finish(first) == generator.finish(second)
     failing = generator.begin(rows)
@@ -177,6 +178,42 @@ def test_calls_share_steps_and_an_error_ends_all(generator: Generator) -> None:
     with pytest.raises(ZeroDivisionError):
         generator.finish(queued)
     assert [answer.error for answer in generator.answer(rows)] == [None] * 5
+
+
+def test_a_row_that_vllm_ends_is_reported_once_and_ends_at_once_with_nan(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens before the NaN are kept, as those of a row with a stop string, which is reported at each step."""
+    [prompt, *_] = prompts(generator)
+    whole = {"max_new_tokens": 20, "ignore_eos": True}
+    rows = [replace(prompt, row=row, sampling={**whole, **more}) for row, more in enumerate([{}, {"stop": ["@@"]}])]
+    loaded = generator.engine.loaded  # type: ignore[attr-defined]
+    take, step, tokens, reports = loaded._take_output, loaded.vllm.step, Counter[str](), Counter[str]()
+    nan_at = 0
+
+    def taken() -> Any:
+        outputs = take()
+        for one in outputs.outputs:
+            tokens[one.request_id] += 1
+            if tokens[one.request_id] == nan_at:
+                one.num_nans_in_logits = 1
+        return outputs
+
+    def stepped() -> Any:
+        outputs = step()
+        reports.update(one.request_id for one in outputs)
+        return outputs
+
+    monkeypatch.setattr(loaded, "_take_output", taken)
+    monkeypatch.setattr(loaded.vllm, "step", stepped)
+    right = generator.answer(rows)
+    assert [answer.generated_tokens for answer in right] == [20, 20]
+    assert sorted(reports.values()) == [1, 20]
+    tokens.clear()
+    nan_at = 4
+    for answer, full in zip(generator.answer(rows), right, strict=True):
+        assert (answer.error, answer.token_ids) == (NOT_NUMBERS, full.token_ids[:3])
+    assert max(tokens.values()) < 8
 
 
 def test_logits_that_are_not_numbers_are_row_errors(tmp_path: Path) -> None:
@@ -196,22 +233,45 @@ def test_logits_that_are_not_numbers_are_row_errors(tmp_path: Path) -> None:
         assert answer.error == NOT_NUMBERS or answer == want
 
 
+def test_an_engine_runs_all_falling_schedules_whose_layers_it_holds() -> None:
+    full, first, shorter, constant, other = (
+        ScheduleSpec(**changes).build(cases.LAYERS)
+        for changes in (
+            {"depths": (4, 2)},
+            {"depths": (4, 2), "prompt": "first"},
+            {"depths": (3, 2), "prompt": "first"},
+            {"depths": (3,), "prompt": "first"},
+            {"depths": (3,), "prompt": "first", "keep_order": "even"},
+        )
+    )
+    assert _runs(full, first) and _runs(first, shorter) and _runs(constant, constant)
+    assert not any(
+        _runs(*pair)
+        for pair in ((first, full), (shorter, first), (first, constant), (constant, first), (constant, other))
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tensor_paralel_size": 2}, "model.vllm: vLLM has no engine argument 'tensor_paralel_size'; "),
         ({"dtype": "half"}, "model.vllm: dtype is set by model.dtype; leave it out"),
+        (
+            {"additional_config": {"skipdecode": {"graphs": True, "self_check": False}}},
+            "model.vllm: additional_config is set by",
+        ),
     ],
 )
 def test_wrong_engine_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refused:
         check_options(options)
     assert str(refused.value).startswith(message)
+    check_options({"additional_config": {"skipdecode": {"graphs": True}}})
 
 
 def test_the_grammar_of_labels_ends_at_the_token_that_decides() -> None:
     trie = ChoiceTrie([[5, 6, 7], [5, 8], [5, 8, 9], [4]], [2, 3], "abcd")
-    assert trie_grammar(trie, 2).splitlines()[1:] == [
+    assert trie.lark(2).splitlines()[1:] == [
         "start: n0",
         "n0: (<[5]> n1 | <[4]>)",
         "n1: (<[6]> | <[8]> n2)",

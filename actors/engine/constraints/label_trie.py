@@ -79,6 +79,23 @@ class ChoiceTrie:
         """Return the label's text, or no text if the row ended before it chose a label."""
         return "" if label is None else self.texts[label]
 
+    def lark(self, eos: int) -> str:
+        """Return a grammar for llguidance of the labels' tokens, which ends as soon as only one label is possible.
+
+        llguidance allows the token `eos` where an answer may end. All other end tokens must be part of the grammar.
+        """
+        rules, nodes = [], [self.root]
+        for number, node in enumerate(nodes):  # the list grows in the loop
+            ways = [f"<[{token}]>" for token in self.end_ids if node.label is not None and token != eos]
+            for token, child in node.children.items():
+                if child.only is not None:
+                    ways.append(f"<[{token}]>")
+                else:
+                    ways.append(f"<[{token}]> n{len(nodes)}")
+                    nodes.append(child)
+            rules.append(f"n{number}: ({' | '.join(ways)}){'' if node.label is None else '?'}")
+        return "\n".join(['%llguidance {"no_forcing": true}', "start: n0", *rules])
+
 
 class LabelProgress:
     """The node of the trie that a row's tokens have reached; see `AllowedTokens` for the methods."""
