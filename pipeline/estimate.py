@@ -25,6 +25,7 @@ from actors.engine.machine import process_cpus
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from pipeline import job as jobs
+from pipeline import nightly
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
@@ -33,8 +34,6 @@ from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import read_prompts
 from pipeline.generate.answer_checks import texts_of, warnings_of
 from pipeline.generate.settings import fetched
-from pipeline.incremental import ledger as ledgers
-from pipeline.incremental import runs
 from pipeline.input.shards import Shard
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
@@ -186,7 +185,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
         root = open_folder(config.output.path, config.storage)
-        new = runs.new_input(config, ledgers.read(root))
+        new = nightly.new_input(config, nightly.read(root))
         if not new:
             raise NothingLeft(f"{config.output.path}: nothing left to plan: no file is new")
         job = plan(config, None, backend, files=new)

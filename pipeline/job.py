@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
@@ -24,6 +24,7 @@ from pipeline.commit.sink import SUCCESS, Check, committed_shards
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.generate.stats import Totals
+from pipeline.input.files import Files
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
@@ -42,6 +43,19 @@ from pipeline.storage.working_dir import check_outlives_job
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Night:
+    """What a run of `nightly`, which holds the lease of the root folder, sets for its job.
+
+    files, root: see `plan_job`. accept: called when all rows are answered; if it returns False, the job gets no
+    `_SUCCESS`.
+    """
+
+    files: Files
+    root: str | None
+    accept: Callable[[Manifest, Totals], bool]
+
+
 def run(
     config: JobConfig,
     *,
@@ -51,6 +65,7 @@ def run(
     verbose: bool = False,
     backend: Backend | None = None,
     process_began: float | None = None,
+    night: Night | None = None,
 ) -> JobResult:
     """Run the job. If an earlier run was interrupted, answer only the shards that it left.
 
@@ -61,6 +76,7 @@ def run(
         verbose: show Ray Data's messages.
         backend: where the stages run; default: Ray Data.
         process_began: start of the process, s since 1970; default: now.
+        night: the run of `nightly` whose job this is.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
@@ -68,7 +84,7 @@ def run(
         Interrupted: a signal stopped the run. RayError: a task failed.
         RowsMissing: the committed rows differ from the planned rows.
     """
-    assert config.input.since is None, "incremental.runs runs such jobs"
+    assert config.input.since is None, "nightly runs such jobs"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
     process_began = process_began or time.time()
     with interruptible():
@@ -76,18 +92,21 @@ def run(
         stored = stored_job(folder, overwrite=overwrite)
         if stored is None:
             check_free(folder, config)
-        job = replace(plan(config, stored, backend, limit=limit), began=process_began)
+        files, root = (night.files, night.root) if night is not None else (None, None)
+        job = replace(plan(config, stored, backend, limit=limit, files=files, root=root), began=process_began)
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest, check) if finished else None, 0
         if totals is None:  # a finished job skips these steps, because it may have no write access
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
-            with leased(folder), backend.ready(config.actors), checked(job, stored, backend) as job:
+            lease = leased(folder) if night is None else nullcontext()
+            with lease, backend.ready(config.actors), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend, check)
                 write_report(folder, job.manifest, config.storage)
-                write_success(folder, job.manifest, totals)
+                if night is None or night.accept(job.manifest, totals):
+                    write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)
 
 

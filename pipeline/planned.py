@@ -44,6 +44,7 @@ def plan(
     *,
     limit: int | None = None,
     files: Files | None = None,
+    root: str | None = None,
     preview: bool = False,
 ) -> PlannedJob:
     """Plan a new job, or continue a job with the pinned values of its plan `stored`.
@@ -66,7 +67,7 @@ def plan(
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # raises UserError for wrong delimiters, before a model is loaded
     manifest = manifests.plan_job(
-        config, checkpoint, schedule, limit, stored, files, hardware=hardware, preview=preview
+        config, checkpoint, schedule, limit, stored, files, root=root, hardware=hardware, preview=preview
     )
     actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
     config = config.model_copy(update={"actors": actors})

@@ -100,9 +100,8 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
         return stop(BAD_CONFIG, f"{package} is not installed: {install_command(extra)}")
     if not isinstance(error, ImportError):
         from pipeline.commit.lease import LeaseHeld, LeaseLost
-        from pipeline.incremental.ledger import ConcurrentRun
 
-        if isinstance(error, LeaseHeld | LeaseLost | ConcurrentRun):
+        if isinstance(error, LeaseHeld | LeaseLost):
             return stop(LEASE, f"another run holds {advice.output}: {error}")
     torch, log = sys.modules.get("torch"), write_log(error)
     clauses = [f"failed: {_described(error)}"]

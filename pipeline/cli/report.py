@@ -74,9 +74,8 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     from pipeline.commit.records import read_records
     from pipeline.commit.runs import read_runs
     from pipeline.commit.verify import verify
-    from pipeline.incremental.ledger import print_ledger
-    from pipeline.incremental.ledger import read as read_ledger
     from pipeline.messages import counted
+    from pipeline.nightly import print_ledger
     from pipeline.plan import plan_files
     from pipeline.report.job_page import REPORT, job_page
     from pipeline.report.summary import print_report
@@ -94,7 +93,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
             raise UserError(f"{url}: --html shows one run: name a dated folder in this folder")
         if check or write:
             raise UserError(f"{url}: --verify and --write work on one run: name a dated folder in this folder")
-        print_ledger(wide_console(), read_ledger(folder))
+        print_ledger(wide_console(), folder, storage)
         return
     manifest = plan_files.load(folder)
     if manifest is None:

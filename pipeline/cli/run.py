@@ -58,9 +58,8 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         import psutil
 
         from pipeline import job as jobs
+        from pipeline import nightly
         from pipeline.commit.finalize import summary
-        from pipeline.incremental import runs as incremental
-        from pipeline.incremental.runs import print_runs, runs_summary
         from pipeline.report.summary import last_errors, print_result
         from pipeline.run.ray_session import warn_of_short_stop
         from pipeline.runtime.wide_console import wide_console
@@ -69,7 +68,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
     warn_of_short_stop(config.grace_seconds)
     backend = jobs.ray_backend(verbose=options["verbose"], metrics_port=metrics_port)
     if config.input.since:
-        answered = incremental.run(config, **options, backend=backend)
+        answered = nightly.run(config, **options, backend=backend)
         done = [(run.folder, run.result) for run in answered.finished]
     else:
         answered = None
@@ -81,7 +80,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
     for folder, result in done:
         print_result(console, folder, result, show, config.storage)
     if answered is not None:
-        print_runs(console, answered)
+        nightly.print_runs(console, answered)
     values = [
         {
             **summary(folder, result.manifest, result.totals),
@@ -90,7 +89,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         }
         for folder, result in done
     ]
-    outcome = values[0] if answered is None else runs_summary(config.output.path, answered, values)
+    outcome = values[0] if answered is None else nightly.runs_summary(config.output.path, answered, values)
     if goes_to_log():
         announce("the job is finished", "summary", summary=outcome)
     if as_json:

@@ -87,12 +87,19 @@ def _foreign(folder: Folder, name: str) -> UserError:
     )
 
 
-def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -> None:
-    """Raise UserError if `stored`, the folder's job, is not the planned job. The message names the keys that differ."""
-    if stored is not None and stored.fingerprint != planned.fingerprint:
-        names = ", ".join(manifests.difference(stored.identity, planned.identity))
+class OtherJob(UserError):
+    """A folder holds another job. names: the keys in which the jobs differ."""
+
+    def __init__(self, folder: Folder, names: str) -> None:
         remedy = "--overwrite replaces it, another output.path keeps it"
-        raise UserError(f"{folder.url}: holds another job, which differs in {names}; {remedy}")
+        super().__init__(f"{folder.url}: holds another job, which differs in {names}; {remedy}")
+        self.names = names
+
+
+def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -> None:
+    """Raise OtherJob if `stored`, the folder's job, is not the planned job."""
+    if stored is not None and stored.fingerprint != planned.fingerprint:
+        raise OtherJob(folder, ", ".join(manifests.difference(stored.identity, planned.identity)))
 
 
 def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwrite: bool) -> None:

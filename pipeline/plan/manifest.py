@@ -68,6 +68,7 @@ def plan_job(
     stored: Manifest | None,
     files: Files | None = None,
     *,
+    root: str | None = None,
     hardware: Hardware | None = None,
     preview: bool = False,
 ) -> Manifest:
@@ -76,6 +77,7 @@ def plan_job(
     Args:
         limit: maximum number of input rows; None: all.
         files: input files; default: all files of `input.path`.
+        root: folder to which file names in made-up ids are relative; default: the folder that holds all input files.
         hardware: determines threads and cache of a new job; default: the hardware of this process.
         preview: plan only the first `limit` rows. Later rows are not read, and prompts share no prefix.
 
@@ -96,7 +98,7 @@ def plan_job(
             pinned = with_digests(pinned)
         batching = plan_batching(config, resolved, min(rows, limit or rows), hardware)
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
-        root = input_root(config.input, config.storage, listed)
+        root = root or input_root(config.input, config.storage, listed)
         batching = replace(batching, planned=float(int(time.time())), root=root)
         refuse = files is None and config.max_error_rate < 0.5  # incremental runs go on in spite of a bad file
         if (config.shared_prefix or refuse) and not preview:

@@ -122,6 +122,12 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def folders(self) -> list[str]:
+        """Return the sorted names of the folders directly in this folder."""
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+        return []
+
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         """Return name -> size and tag of each file whose name begins with one of `stems` or sorts after `after`."""
         lengths = {len(stem) for stem in stems}
@@ -225,6 +231,13 @@ class ObjectFolder:
 
     def names(self, subfolder: str = "") -> list[str]:
         return [name for name, _ in self._pages(subfolder)]
+
+    def folders(self) -> list[str]:
+        try:
+            entries = self.fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def listed(self, stems: Collection[str], after: str) -> dict[str, FileInfo]:
         requests = [{"stem": stem} for stem in stems] + [{"after": after}]

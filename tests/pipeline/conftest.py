@@ -21,7 +21,6 @@ from ray_free_run import MadeUpParts
 from actors.engine.cpu.library import library
 from pipeline import job as jobs
 from pipeline.config.job import StorageConfig
-from pipeline.incremental import runs
 from pipeline.storage.folder import Folder, open_folder
 
 
@@ -162,8 +161,7 @@ def reports() -> None:
 def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that run in this process write no report.html: to draw one takes half a second."""
     if "reports" not in request.fixturenames:
-        for module, name in ((jobs, "write_report"), (runs, "write_report")):
-            monkeypatch.setattr(module, name, lambda *_: None)
+        monkeypatch.setattr(jobs, "write_report", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,11 @@ class MemoryFolder:
     def tag(self, name: str) -> str:
         return ""
 
+    def folders(self) -> list[str]:
+        self.gate()
+        below = (path.removeprefix(f"{self.prefix}/") for path in self.files)
+        return sorted({path.partition("/")[0] for path in below if "/" in path})
+
     def names(self, subfolder: str = "") -> list[str]:
         self.gate()
         paths = (path.rpartition("/") for path in self.files)

@@ -19,10 +19,10 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline import job as jobs
+from pipeline import nightly
 from pipeline.config.job import JobConfig
 from pipeline.generate import agreement as agreements
 from pipeline.generate.agreement import Agreement, chance_of, measure_agreement, skipped_share
-from pipeline.incremental import runs
 from pipeline.input.shards import spread_rows
 from pipeline.plan import agreement as plans
 from pipeline.plan import plan_files
@@ -218,13 +218,13 @@ def test_a_run_over_a_growing_table_measures_before_it_claims_files(
 ) -> None:
     growing = job(values, input={"since": "last_success"}, schedule={"min_agreement": 1.0})
     with pytest.raises(UserError, match="too little agreement with full depth"):
-        runs.run(growing, backend=InProcess())
+        nightly.run(growing, backend=InProcess())
     assert not list((tmp_path / "out").rglob("*.parquet"))
     growing = job(values, input={"since": "last_success"})
-    assert len(runs.run(growing, backend=InProcess()).finished) == 1
+    assert len(nightly.run(growing, backend=InProcess()).finished) == 1
     monkeypatch.setattr(plans, "measure_agreement", no_measurement)
     pq.write_table(pa.table({"prompt": ["more"]}), tmp_path / "in" / "b.parquet")
-    [second] = runs.run(growing, backend=InProcess()).finished
+    [second] = nightly.run(growing, backend=InProcess()).finished
     assert second.result.fresh_rows == 1
 
 

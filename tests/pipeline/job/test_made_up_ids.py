@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from in_process import InProcess, answered_rows, job_values, run_and_read, run_in_process, run_interrupted
 
+from pipeline import nightly
 from pipeline.config.job import JobConfig
-from pipeline.incremental import runs
 from pipeline.plan import manifest
 from pipeline.try_rows import answer_first_rows
 
@@ -72,8 +72,8 @@ def test_all_runs_over_a_growing_folder_have_one_form(
     with monkeypatch.context() as earlier:
         if earlier_version:
             earlier.setattr(manifest, "input_root", lambda *_: None)
-        runs.run(config, backend=InProcess())
+        nightly.run(config, backend=InProcess())
     write(tmp_path / "in", NAMES[1:])
-    runs.run(config, backend=InProcess())
+    nightly.run(config, backend=InProcess())
     found = [row for folder in (tmp_path / "out").glob("2*") for row in ids(answered_rows(folder))]
     assert sorted(found) == sorted(of_rows("part-0") * 2 if earlier_version else of_rows(*NAMES))

@@ -20,9 +20,9 @@ from in_process import (
 )
 from input_files import write_values
 
+from pipeline import nightly
 from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.incremental import runs as incremental
 from pipeline.plan import plan_files
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
@@ -140,11 +140,11 @@ def test_incremental_runs_answer_each_file_once(tmp_path: Path, checkpoint: Path
     job = config(inbox, tmp_path / "root", checkpoint, input=section, output={"format": "jsonl"})
     for number, rows in enumerate((ROWS[:5], ROWS[5:8])):
         write_values(inbox / f"{number}.jsonl", rows)
-        (run,) = incremental.run(job, backend=InProcess()).finished
+        (run,) = nightly.run(job, backend=InProcess()).finished
         folder = tmp_path / "root" / run.run.folder
         found = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
         assert [row["id"] for row in found] == [row["id"] for row in rows] and found == answered_rows(folder)
-    assert incremental.run(job, backend=InProcess()).finished == []
+    assert nightly.run(job, backend=InProcess()).finished == []
 
 
 def test_a_csv_column_of_parameters_is_kept_as_a_number_and_an_id_as_text(tmp_path: Path, checkpoint: Path) -> None:

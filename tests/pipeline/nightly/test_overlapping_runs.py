@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -17,18 +18,25 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from memory_folder import Killed, MemoryFolder, Stepped
 from part_builders import to_table
 
-from pipeline.generate.stats import Totals, add_up
-from pipeline.incremental import ledger as ledgers
-from pipeline.incremental import runs
-from pipeline.incremental.ledger import LEDGER, ConcurrentRun
-from pipeline.incremental.runs import IncrementalResult
-from pipeline.input.files import Files, InputFile
+from pipeline import nightly
+from pipeline.commit.claim import LEDGER, check_same_job
+from pipeline.commit.finalize import write_success
+from pipeline.commit.lease import LeaseLost
+from pipeline.commit.sink import SUCCESS
+from pipeline.config.job import JobConfig
+from pipeline.generate.stats import add_up
+from pipeline.input.files import InputFile
+from pipeline.job import Night
+from pipeline.nightly import NightlyResult
+from pipeline.plan import plan_files
 from pipeline.plan.batching import Batching
-from pipeline.plan.manifest import ANSWERS_VERSION, Manifest, NoRows
+from pipeline.plan.inputs import unchanged_files
+from pipeline.plan.manifest import Manifest, NoRows
+from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
-from pipeline.storage.folder import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)
+_here = threading.local()  # world and root folder of the command that runs in this thread
 
 
 @dataclass
@@ -41,55 +49,57 @@ class World:
     def root(self, gate: Callable[[], None] = lambda: None) -> MemoryFolder:
         return MemoryFolder(self.store, gate=gate)
 
-    def run(
-        self, gate: Callable[[], None] = lambda: None, version: int = 0, overwrite: bool = False
-    ) -> IncrementalResult:
-        """An incremental run of version `version` of the job, whose answers are one file for each input file."""
-        config: Any = VersionedJob(self, version, SimpleNamespace(changed="error", path=self, format=None))
-        return runs.run_in(self.root(gate), config, Backend(), overwrite)
+    def run(self, gate: Callable[[], None] = lambda: None, version: int = 0, overwrite: bool = False) -> NightlyResult:
+        """A command with version `version` of the job, whose answers are one file for each input file."""
+        _here.world, _here.root = self, self.root(gate)
+        values = {"input": {"path": "in"}, "output": {"path": "root"}, "model": {"path": "m"}, "max_error_rate": 1}
+        config = JobConfig.model_validate({**values, "sampling": {"seed": version}})
+        return nightly.run_in(_here.root, config, Backend(), overwrite)
 
     def folder(self, name: str) -> set[str]:
         return set(self.root().sub(name).names())
 
-
-@dataclass
-class VersionedJob:
-    """Stands for a job's configuration and its plan."""
-
-    world: World
-    version: int
-    input: SimpleNamespace
-    manifest: Any = None
-    checkpoint: Any = None
-    storage: Any = None
-    actors: Any = None
-    config: Any = field(default_factory=lambda: SimpleNamespace(max_error_rate=1, storage=None))
+    def good(self) -> list[str]:
+        """The files of all runs whose folder has `_SUCCESS`."""
+        runs = {run.folder: run for run in nightly.read(self.root()).runs}
+        names = [name for name in self.root().folders() if SUCCESS in self.folder(name)]
+        assert all(runs[name].state == "success" for name in names)
+        return sorted(file.url for name in names for file in runs[name].files)
 
 
-def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -> VersionedJob:
-    pinned = stored.files if stored else [InputFile(url, *at, (at[0],), (at[0],)) for url, at in files.items()]
+def _run(config: JobConfig, *, check: str, backend: Backend, night: Night) -> JobResult:
+    """Stands for `job.run`."""
+    folder: Any = _here.root.sub(config.output.path.rpartition("/")[2])
+    stored = plan_files.load(folder)
+    new = [InputFile(url, *at, (at[0],), (at[0],)) for url, at in night.files.items()]
+    pinned = unchanged_files(stored.files, night.files) if stored else new
     if not any(file.rows for file in pinned):
         raise NoRows("no rows")
-    identity: dict[str, Any] = {"job": config.version, "files": [[file.url, file.version] for file in pinned]}
+    identity: dict[str, Any] = {"seed": config.sampling.seed, "files": [[file.url, file.version] for file in pinned]}
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
-    identity |= {"schedule": {"speedup": 1.0, "num_layers": 4}, "answers_version": ANSWERS_VERSION}
-    return replace(config, manifest=Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([])))
-
-
-def _answer(job: VersionedJob, folder: Folder, backend: Any, check: str) -> tuple[Totals, int]:
-    manifest = job.manifest
-    fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
-    return add_up(to_table([])), sum(fresh)
+    identity["schedule"] = {"speedup": 1.0, "num_layers": 4}
+    manifest = Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([]))
+    check_same_job(folder, stored, manifest)
+    totals, fresh = add_up(to_table([])), 0
+    if not folder.exists(SUCCESS):
+        if stored is None:
+            plan_files.save(folder, manifest)
+        fresh = sum([folder.create(_answer_name(file.url), fingerprint.encode()) for file in pinned])
+        if night.accept(manifest, totals):
+            write_success(folder, manifest, totals)
+    return JobResult(manifest, totals, fresh, 0.0)
 
 
 @pytest.fixture(autouse=True)
 def _one_file_is_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "plan", _plan)
-    monkeypatch.setattr(runs.jobs, "answer", _answer)
-    monkeypatch.setattr(runs.jobs, "checked", lambda job, *_: nullcontext(job))
-    monkeypatch.setattr(runs, "log_memory_estimate", lambda *_: None)
-    monkeypatch.setattr(runs, "list_files", lambda path, *_, **__: dict(path.inputs))
-    monkeypatch.setattr(runs, "_folder", lambda root, run, config: root.sub(run.folder))
+    seconds = itertools.count()
+    monkeypatch.setattr(nightly.jobs, "run", _run)
+    monkeypatch.setattr(nightly, "list_files", lambda *_, **__: dict(_here.world.inputs))
+    monkeypatch.setattr(nightly, "input_root", lambda *_: "in")
+    monkeypatch.setattr(nightly, "_folder", lambda root, name, storage: root.sub(name))
+    monkeypatch.setattr(
+        nightly, "_now", lambda: datetime.fromtimestamp(next(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    )
 
 
 def _answer_name(url: str) -> str:
@@ -107,7 +117,7 @@ class OverlappingRuns(RuleBasedStateMachine):
         self.world = World()
         self.version = 0
         self.all: list[Stepped] = []
-        self.compact_every, ledgers.COMPACT_EVERY = ledgers.COMPACT_EVERY, 2
+        self.compact_every, nightly.COMPACT_EVERY = nightly.COMPACT_EVERY, 2
 
     @initialize(count=st.integers(1, 3))
     def first_files(self, count: int) -> None:
@@ -141,7 +151,7 @@ class OverlappingRuns(RuleBasedStateMachine):
     @invariant()
     def nothing_twice(self) -> None:
         answered: list[str] = []
-        listed = ledgers.read(self.world.root()).runs
+        listed = nightly.read(self.world.root()).runs
         assert len({run.folder for run in listed}) == len(listed)
         for run in listed:
             files, found = {file.url for file in run.files}, self.world.folder(run.folder)
@@ -152,11 +162,12 @@ class OverlappingRuns(RuleBasedStateMachine):
             else:
                 assert "_SUCCESS" not in found
         assert len(answered) == len(set(answered))
+        assert set(self.world.good()) <= set(answered)
 
     @invariant()
     def nobody_fails_but_by_being_overtaken(self) -> None:
         for process in self.all:
-            assert process.error is None or isinstance(process.error, ConcurrentRun | Killed), repr(process.error)
+            assert process.error is None or isinstance(process.error, LeaseLost | Killed), repr(process.error)
 
     def teardown(self) -> None:
         """Whatever has happened, one undisturbed run makes everything good; and the sleepers do no harm after it."""
@@ -175,14 +186,13 @@ class OverlappingRuns(RuleBasedStateMachine):
             assert self.world.run(version=self.version).finished == []
             assert all("/through-" in name for name in before ^ set(self.world.store))
         finally:
-            ledgers.COMPACT_EVERY = self.compact_every
+            nightly.COMPACT_EVERY = self.compact_every
             for process in self.all:
                 if not process.ended:
                     process.kill()
 
     def _all_answered_once(self) -> None:
-        good = [run for run in ledgers.read(self.world.root()).runs if "_SUCCESS" in self.world.folder(run.folder)]
-        assert sorted(file.url for run in good for file in run.files) == sorted(self.world.inputs)
+        assert self.world.good() == sorted(self.world.inputs)
 
 
 test_overlapping_runs = OverlappingRuns.TestCase
@@ -203,9 +213,8 @@ def test_a_run_may_die_before_any_operation_and_sleepers_wake_up_at_any_later_on
                 world.inputs["c"] = (7, "1")
                 world.run(version=version, overwrite=overwrite)
                 sleeper.step(1000)
-                assert sleeper.error is None or isinstance(sleeper.error, ConcurrentRun)
-                good = [run for run in ledgers.read(world.root()).runs if "_SUCCESS" in world.folder(run.folder)]
-                assert sorted(file.url for run in good for file in run.files) == ["a", "b", "c"]
+                assert sleeper.error is None or isinstance(sleeper.error, LeaseLost)
+                assert world.good() == ["a", "b", "c"]
                 point += 1
             points += point
     assert points > 50
@@ -220,19 +229,20 @@ def test_a_pinned_file_that_went_stops_the_run_until_it_is_given_up(change: str,
     else:
         world.inputs["b"] = (9, "2")
     before = dict(world.store)
-    with pytest.raises(ValueError, match=rf"^run 1 has not finished: {says} .* --overwrite$"):
+    with pytest.raises(ValueError, match=rf"^the run in root/\S+ has not finished: {says} .* --overwrite$"):
         world.run()
     assert world.store == before
     (only,) = world.run(overwrite=True).finished
     assert only.run.number == 2 and [file.url for file in only.run.files] == sorted(world.inputs)
-    assert ledgers.read(world.root()).runs[0].why == "--overwrite"
+    assert nightly.read(world.root()).runs[0].why == "--overwrite"
 
 
 def test_a_pin_that_cannot_be_read_names_the_way_out() -> None:
     world = World(inputs={"a": (7, "1")})
     _stop_after(world, "answer-a")
-    world.store[f"root/{ledgers.read(world.root()).runs[0].folder}/_job/job.json"] = b"{"
-    with pytest.raises(ValueError, match=r"job.json: damaged .*; --overwrite abandons run 1"):
+    (name,) = nightly.unfinished(world.root(), nightly.read(world.root()))  # type: ignore[arg-type]
+    world.store[f"root/{name}/_job/job.json"] = b"{"
+    with pytest.raises(ValueError, match=r"job.json: damaged .*; --overwrite abandons this run"):
         world.run()
     assert len(world.run(overwrite=True).finished) == 1
 

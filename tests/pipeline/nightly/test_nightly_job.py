@@ -19,13 +19,13 @@ from ray_free_run import Answer, MadeUpParts, commit_made_up_parts
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
+from pipeline import nightly
 from pipeline.cli.app import app
 from pipeline.commit.lease import Lease
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import add_up
-from pipeline.incremental import ledger as ledgers
-from pipeline.incremental.ledger import LedgerRun
 from pipeline.input.shards import Shard
+from pipeline.nightly import Run
 from pipeline.runtime.signals import Interrupted
 from pipeline.storage.folder import Folder, filesystem, open_folder
 
@@ -64,11 +64,15 @@ class Inbox:
         folders = [path.parent for path in self.root.glob("*/_SUCCESS")]
         return sorted(row for folder in folders for row in pq.read_table(folder)["id"].to_pylist())
 
-    def runs(self) -> Sequence[LedgerRun]:
-        return ledgers.read(open_folder(str(self.root), StorageConfig())).runs
+    def runs(self) -> Sequence[Run]:
+        return nightly.read(self.opened()).runs
 
     def states(self) -> list[str]:
-        return [run.state for run in self.runs()]
+        left = nightly.unfinished(self.opened(), nightly.read(self.opened()))
+        return [run.state for run in self.runs()] + ["unfinished"] * len(left)
+
+    def opened(self) -> Folder:
+        return open_folder(str(self.root), StorageConfig())
 
 
 @pytest.fixture
@@ -175,7 +179,7 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     before = sorted(path for path in inbox.root.rglob("*") if path.parent.name != "lease")
     last = inbox.runs()[1]
     result = inbox.run()
-    assert result.exit_code == 0 and result.stdout == f"nothing new since run 2 of {last.began} ({last.folder})\n"
+    assert result.exit_code == 0 and result.stdout == f"nothing new since run 2 ({last.folder})\n"
     assert inbox.json() == {"output": str(inbox.root), "last_success": 2, "fresh_rows": 0, "left": [], "runs": []}
     for path in inbox.files.iterdir():
         path.unlink()  # archived, all of it
@@ -294,14 +298,15 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
     assert not (inbox.root / "_ledger").exists()
 
     def overtake(*args: Any) -> None:
-        ledgers.end(open_folder(str(inbox.root), StorageConfig()), inbox.runs()[-1], "abandoned", "--overwrite")
+        (name,) = nightly.unfinished(inbox.opened(), nightly.read(inbox.opened()))
+        nightly.record(inbox.opened(), nightly.read(inbox.opened()), name, "abandoned", None, "--overwrite")
         flow()
         assert inbox.states() == ["abandoned"]
 
     answer_by(monkeypatch, overtake)
     monkeypatch.setattr(jobs, "finalize", lambda *_: add_up(to_table([])))
     result = inbox.run()
-    assert result.exit_code == 5 and "run 1 was abandoned meanwhile (--overwrite)" in result.stderr
+    assert result.exit_code == 5 and "another command has recorded run 1 meanwhile" in result.stderr
     assert inbox.answered() == []
 
 
@@ -332,7 +337,7 @@ def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: S
     for name in bucket.names():
         bucket.remove(name)
     assert inbox.json()["runs"] == []
-    runs = ledgers.read(root).runs
+    runs = nightly.read(root).runs
     assert [[Path(file.url).name for file in run.files] for run in runs] == [["a.parquet", "b.parquet"], ["c.parquet"]]
     ids: list[str] = []
     for run in runs:
@@ -342,3 +347,13 @@ def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: S
         assert table["generated_text"].null_count == 0
         ids += table["id"].to_pylist()
     assert sorted(ids) == ["a-0", "a-1", "b-0", "c-0", "c-1", "c-2", "c-3"]
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(
+    inbox: Inbox, flow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nightly, "_now", lambda: "2026-11-20T16:40:05Z")
+    for name in ("a", "b", "c"):
+        inbox.add(name)
+        inbox.json()
+    assert [run.folder for run in inbox.runs()] == [f"2026-11-20T16-40-05Z{end}" for end in ("", "-2", "-3")]
