@@ -47,12 +47,13 @@ log = logging.getLogger(__name__)
 class Night:
     """What a run of `nightly`, which holds the lease of the root folder, sets for its job.
 
-    files, root: see `plan_job`. accept: called when all rows are answered; if it returns False, the job gets no
-    `_SUCCESS`.
+    files, root: see `plan_job`. begin: called when the job is planned, before its plan is saved. accept: called when
+    all rows are answered; if it returns False, the job gets no `_SUCCESS`.
     """
 
     files: Files
     root: str | None
+    begin: Callable[[], None]
     accept: Callable[[Manifest, Totals], bool]
 
 
@@ -102,6 +103,8 @@ def run(
             make_writable(folder)
             lease = leased(folder) if night is None else nullcontext()
             with lease, backend.ready(config.actors), checked(job, stored, backend) as job:
+                if night is not None:
+                    night.begin()
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend, check)
                 write_report(folder, job.manifest, config.storage)

@@ -21,7 +21,7 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -171,12 +171,6 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool, c
     compact(root, ledger)
     new, left = new_input(config, ledger), list[str]()
     if new:
-        if ledger.root is None:
-            root = probe_create(root)
-            values = {"format": FORMAT, "root": input_root(config.input, config.storage, new)}
-            root.create(ROOT, (json.dumps(values) + "\n").encode())
-            # not read again: a record that came meanwhile must take this run's number
-            ledger = replace(ledger, root=_values(root, ROOT)["root"])
         try:
             done = _answer(root, ledger, _new_name(root, ledger), config, backend, new, check)
         except NoRows:
@@ -293,9 +287,14 @@ def _answer(
             ended.append(record(root, ledger, name, "success", manifest, left=left))
         return bool(ended)
 
+    def begin() -> None:
+        if ledger.root is None:
+            probe_create(root).create(ROOT, (json.dumps({"format": FORMAT, "root": base}) + "\n").encode())
+
+    base = ledger.root or input_root(config.input, config.storage, files)
     output = config.output.model_copy(update={"path": f"{root.url.rstrip('/')}/{name}"})
     dated = config.model_copy(update={"input": config.input.model_copy(update={"since": None}), "output": output})
-    result = jobs.run(dated, check=check, backend=backend, night=jobs.Night(files, ledger.root, accept))
+    result = jobs.run(dated, check=check, backend=backend, night=jobs.Night(files, base, begin, accept))
     accept(result.manifest, result.totals)  # for a folder that has `_SUCCESS` already
     run = ended[0] if ended else _run_of(ledger, name, "unfinished", result.manifest)
     return FinishedRun(run, _folder(root, name, config.storage), result, resumed)

@@ -127,7 +127,7 @@ class InputConfig(Section):
     unreadable: Literal["error", "later"] = Field(
         "error",
         description="what a run with `since` does if a new file cannot be read or lacks a column. error: stop; later: "
-        "leave the file for a later run",
+        "decode the needed columns of new files first, and leave such a file for a later run",
     )
 
     @model_validator(mode="after")

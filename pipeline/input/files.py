@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -38,6 +39,10 @@ _TABLES = {  # folder that marks a table -> kind of table, and remedy
     "_delta_log": ("a Delta table", "list its files as configs/recipes/lakehouse does"),
     ".hoodie": ("a Hudi table", "write its current rows to Parquet files elsewhere"),
     None: ("an Iceberg table", "list its files as configs/recipes/lakehouse does"),
+}
+ENCODINGS = {  # that Arrow reads; BIT_PACKED is only for levels
+    *("PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED", "BYTE_STREAM_SPLIT"),
+    *("DELTA_BINARY_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"),
 }
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
     b"ARROW1": "an Arrow IPC file",
@@ -233,8 +238,14 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
     return str(entry.get("ETag") or entry.get("LastModified")).strip('"')
 
 
-def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
-    """Read a Parquet footer; return the pinned file and its schema. Raises UserError if it is not valid Parquet."""
+def read_footer(
+    url: str, size: int, version: str, storage: StorageConfig, columns: Collection[str] = ()
+) -> tuple[InputFile, pa.Schema]:
+    """Read a Parquet footer; return the pinned file and its schema.
+
+    Raises UserError if it is not valid Parquet, or if Arrow lacks a codec or an encoding of one of `columns`, or the
+    key to an encrypted one.
+    """
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as file:
         try:
@@ -246,8 +257,60 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
                 file.seek(0)
                 raise _not_parquet(url, file.read(4096), error) from None
             raise
+    _check_columns(url, parquet.metadata, size, columns)
     rows = tuple(group.num_rows for group in groups)
     return InputFile(url, size, version, rows, tuple(group.total_byte_size for group in groups)), schema
+
+
+class _DataReached(Exception):
+    """Arrow asked for the data of a column, so nothing in the footer keeps it from reading the column."""
+
+
+class _FooterOnly(io.RawIOBase):
+    """A Parquet file of which only the footer is known. size: in bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
+        return self.place
+
+    def readinto(self, _: Any) -> int:
+        raise _DataReached
+
+
+def _check_columns(url: str, footer: pq.FileMetaData, size: int, columns: Collection[str]) -> None:
+    """Raise UserError if Arrow cannot read one of `columns`, judged from the footer alone.
+
+    Arrow checks codec and encryption when it opens a column. The attributes of `footer` do not serve for this: to look
+    at the codec of a column ends the process if the codec is unknown or the column is encrypted.
+    """
+    paths = [footer.schema.column(leaf).path for leaf in range(len(footer.schema))]
+    needed = [(leaf, path) for leaf, path in enumerate(paths) if path in columns or path.split(".", 1)[0] in columns]
+    parquet = pq.ParquetFile(_FooterOnly(size), metadata=footer, buffer_size=1, pre_buffer=False)
+    for number in range(footer.num_row_groups):
+        for leaf, path in needed:
+            problem = ""
+            try:
+                next(parquet.iter_batches(1, row_groups=[number], columns=[path], use_threads=False), None)
+            except _DataReached:
+                if lacking := sorted({*footer.row_group(number).column(leaf).encodings} - ENCODINGS):
+                    problem = f"encoding {lacking[0]}"
+            except (pa.ArrowException, OSError) as error:
+                problem = flat(error)
+            if problem:
+                raise UserError(f"{url}: column {path!r} cannot be read ({problem}); write the file anew in plain form")
 
 
 class OtherFormat(UserError):
@@ -280,6 +343,14 @@ def _other_format(head: bytes) -> str | None:
     if "\n" in text and any(mark in first for mark in ",;\t"):
         return "CSV"
     return "plain text" if text and not text.startswith("PAR1") else None
+
+
+class DamagedInput(UserError):
+    """An input file's data cannot be read, although its footer or its start could be."""
+
+    def __init__(self, url: str, error: BaseException) -> None:
+        remedy = "replace the file, and start again with --overwrite"
+        super().__init__(f"{url}: cannot be read, since it is damaged or cut short: {flat(error)}; {remedy}")
 
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import InputFile, check_unchanged, file_format, list_files, read_footer
+from pipeline.input.files import DamagedInput, InputFile, check_unchanged, file_format, list_files, read_footer
 from pipeline.input.schema import ERROR, conform, one_schema
 from pipeline.input.shards import Shard, cut_shards, read_groups
 from pipeline.input.text_files import TextColumns, read_text, scan_text
@@ -38,7 +38,7 @@ def read_layout(
     """Return a file with its row groups, and its schema. Raises UserError if it is missing or not of format `kind`."""
     try:
         if kind == "parquet":
-            return read_footer(url, size, version, storage)
+            return read_footer(url, size, version, storage, columns.names if columns is not None else ())
         return scan_text(url, size, version, storage, kind, columns or TextColumns(()), limit)
     except FileNotFoundError:
         raise UserError(f"{url}: no such file") from None
@@ -61,7 +61,7 @@ def read_shards(
             for shard, table in zip(of_file, read_rows(of_file, file, schema, storage), strict=True):
                 check_unchanged(file, storage)
                 yield shard, table
-        except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
+        except (*STORE_ERRORS, DamagedInput, pa.ArrowException, AssertionError, RuntimeError):
             check_unchanged(file, storage)  # raises a clearer error if the file has changed
             raise
 
@@ -88,6 +88,13 @@ def path_values(url: str) -> dict[str, str | None]:
     """Return the name and value of each folder `name=value` in the path `url`. Hive's name for null becomes None."""
     pairs = [folder.split("=", 1) for folder in url.split("/")[:-1] if "=" in folder[1:]]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, value in pairs}
+
+
+def decode(file: InputFile, names: Sequence[str], storage: StorageConfig) -> None:
+    """Read the columns `names` of a file to its end. Raises DamagedInput if its data is damaged."""
+    of_file = [name for name in names if name not in path_values(file.url)]
+    for _ in read_groups(cut_shards([file], COLUMN_ROWS, COLUMN_BYTES), of_file, storage):
+        pass
 
 
 def common_schema(
@@ -142,33 +149,27 @@ def read_columns(
     """
     wanted = list(dict.fromkeys([*columns, *optional]))
     listed = list_files([path], storage)
-    try:
-        footers = [
-            read_layout(url, *entry, storage, file_format(url, None), TextColumns(wanted))
-            for url, entry in listed.items()
-        ]
-        files = [file for file, _ in footers]
-        for name in optional:
-            if any(name not in {*schema.names, *path_values(file.url)} for file, schema in footers):
-                wanted.remove(name)
-        schema = common_schema(footers, wanted, storage)
-        values: dict[str, list[Any]] = {name: [] for name in wanted}
-        left = limit
-        shards = cut_shards(files, min(limit or COLUMN_ROWS, COLUMN_ROWS), COLUMN_BYTES)
-        for shard, table in read_shards(files, shards, schema, storage):
-            table = table.slice(0, left)
-            for row, error in enumerate(table[ERROR].to_pylist(), shard.first_row):
-                if error is not None:
-                    raise UserError(f"{shard.url}: row {row}: {error}")
-            for name, read in values.items():
-                read += table[name].to_pylist()
-            left = None if left is None else left - table.num_rows
-            if left == 0:
-                break
-    except OSError as error:
-        if type(error) is not OSError:  # OSError itself means a damaged file
-            raise
-        raise UserError(str(error)) from None
+    footers = [
+        read_layout(url, *entry, storage, file_format(url, None), TextColumns(wanted)) for url, entry in listed.items()
+    ]
+    files = [file for file, _ in footers]
+    for name in optional:
+        if any(name not in {*schema.names, *path_values(file.url)} for file, schema in footers):
+            wanted.remove(name)
+    schema = common_schema(footers, wanted, storage)
+    values: dict[str, list[Any]] = {name: [] for name in wanted}
+    left = limit
+    shards = cut_shards(files, min(limit or COLUMN_ROWS, COLUMN_ROWS), COLUMN_BYTES)
+    for shard, table in read_shards(files, shards, schema, storage):
+        table = table.slice(0, left)
+        for row, error in enumerate(table[ERROR].to_pylist(), shard.first_row):
+            if error is not None:
+                raise UserError(f"{shard.url}: row {row}: {error}")
+        for name, read in values.items():
+            read += table[name].to_pylist()
+        left = None if left is None else left - table.num_rows
+        if left == 0:
+            break
     return values
 
 

@@ -10,9 +10,8 @@ from itertools import accumulate, groupby
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.engine.errors import flat
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import INT96_UNIT, InputFile
+from pipeline.input.files import INT96_UNIT, DamagedInput, InputFile
 from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # a row group with more uncompressed bytes is fetched page by page
@@ -81,13 +80,13 @@ def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[t
 def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
     """Yield one table per shard, in order. All shards must be of one file. Each row group is read once, in batches.
 
-    Raises OSError if the file is damaged or has fewer rows than planned. The message is one line and names the file.
+    Raises DamagedInput if the file is damaged or has fewer rows than planned.
     """
     try:
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses already name the cause
-            raise OSError(f"{shards[0].url}: cannot be read, since it is damaged or cut short: {flat(error)}") from None
+            raise DamagedInput(shards[0].url, error) from None
         raise
 
 

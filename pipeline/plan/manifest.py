@@ -22,7 +22,7 @@ from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.input.files import Files, InputFile, file_format, input_root, list_files
-from pipeline.input.rows import common_schema, read_layout
+from pipeline.input.rows import common_schema, decode, read_layout
 from pipeline.input.schema import plain
 from pipeline.input.shards import Shard, cut_shards
 from pipeline.input.text_files import with_json_fields
@@ -185,6 +185,8 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
             file, schema = read_layout(url, *listed[url], config.storage, kind, text, limit)
             if config.input.unreadable == "later":
                 common_schema([(file, schema)], text.names, config.storage)
+                if kind == "parquet":  # the data too, so that a file is left whole, never in the middle
+                    decode(file, text.names, config.storage)
         except UserError as error:
             if config.input.unreadable != "later":
                 raise

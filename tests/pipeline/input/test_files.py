@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_files import uploaded, write_rows
+from parquet_damage import ROWS, UNREADABLE, write_unreadable
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
@@ -247,6 +248,36 @@ def test_a_table_is_not_read_as_its_files(
         message = refusal([f"{root}/{path}"], storage)
         assert message.startswith(f"{root}/lake/t: ") and message.endswith(f"; {remedy}"), path
     assert len(list_files([f"{root}/lake/t"], storage, "parquet")) == 3  # asked for: the files as they are
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_arrow_cannot_read_is_refused_by_the_footer_if_the_column_is_needed(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "a.parquet"
+    write_unreadable(path, what)
+    size = path.stat().st_size
+    assert read_footer(str(path), size, "v", LOCAL, ["id"])[0].rows == ROWS
+    assert read_columns(str(path), ["id"], LOCAL, 2) == {"id": ["a-0", "a-1"]}
+    if what == "page":  # which no footer tells
+        read_footer(str(path), size, "v", LOCAL, ["id", "prompt"])
+        with pytest.raises(UserError, match=r"a\.parquet: cannot be read, .* damaged .*; replace the file"):
+            read_columns(str(path), ["prompt"], LOCAL)
+    else:
+        with pytest.raises(UserError, match=r"a\.parquet: column 'prompt' cannot be read \(") as refused:
+            read_footer(str(path), size, "v", LOCAL, ["id", "prompt"])
+        assert "\n" not in str(refused.value)
+
+
+def test_every_codec_and_encoding_that_arrow_writes_is_read(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "number": [1, 2], "lists": [[{"a.b": "x"}], []], "a.b": ["c", "d"]})
+    for codec in ("none", "snappy", "gzip", "brotli", "zstd", "lz4"):
+        pq.write_table(table, tmp_path / f"{codec}.parquet", compression=codec, row_group_size=1)
+    encodings = {"text": "DELTA_BYTE_ARRAY", "number": "DELTA_BINARY_PACKED", "a.b": "DELTA_LENGTH_BYTE_ARRAY"}
+    pq.write_table(table, tmp_path / "delta.parquet", use_dictionary=False, column_encoding=encodings)
+    split = {"number": "BYTE_STREAM_SPLIT"}
+    pq.write_table(table, tmp_path / "split.parquet", use_dictionary=False, column_encoding=split)
+    for path in tmp_path.iterdir():
+        file, _ = read_footer(str(path), path.stat().st_size, "v", LOCAL, table.column_names)
+        assert file.rows == 2, path
 
 
 def test_a_file_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:

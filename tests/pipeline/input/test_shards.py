@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from input_files import write_rows
 from part_builders import fake_answers, part_spec
 
+from actors.engine.errors import UserError
 from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.output import part_bytes, part_table
@@ -149,7 +150,7 @@ def test_no_row_group_is_in_two_read_tasks(
 
 def test_a_shard_longer_than_its_file_is_an_error(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.parquet", [3])
-    with pytest.raises(OSError, match=r"a\.parquet: cannot be read, .* fewer rows than when the job was planned"):
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read, .* fewer rows than when the job was planned"):
         list(read_groups([Shard(0, f"{tmp_path}/a.parquet", 0, 4)], ["id"], LOCAL))
 
 
@@ -219,7 +220,7 @@ def test_a_damaged_page_names_the_file(tmp_path: Path) -> None:
         path.write_bytes(data[:place] + draw.randbytes(8) + data[place + 8 :])
         try:
             assert len(read(path, shards)) == ROWS
-        except OSError as error:
+        except UserError as error:
             refused += 1
             message = str(error)
             assert message.startswith(f"{path}: cannot be read, since it is damaged or cut short: "), message

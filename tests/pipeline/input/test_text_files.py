@@ -414,7 +414,7 @@ def test_fewer_rows_than_planned_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
         file, schema = scan(path, TextColumns(["p"]))
         path.write_bytes(gzip.compress(line * 4) if name.endswith("gz") else line * 4)
-        with pytest.raises(OSError, match=rf"{name}: cannot be read, since it is damaged or cut short: fewer rows"):
+        with pytest.raises(UserError, match=rf"{name}: cannot be read, since it is damaged or cut short: fewer rows"):
             list(read_rows([Shard(0, file.url, 3, 5)], file, schema, LOCAL))
 
 

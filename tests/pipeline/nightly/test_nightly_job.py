@@ -14,6 +14,7 @@ import pytest
 from cli_command import assert_released
 from click.testing import Result
 from in_process import invoke, job_values
+from parquet_damage import UNREADABLE, write_unreadable
 from part_builders import to_table
 from ray_free_run import Answer, MadeUpParts, commit_made_up_parts
 from typer.testing import CliRunner
@@ -270,6 +271,34 @@ def test_an_unreadable_file_is_left_for_a_later_run_which_the_ledger_names(inbox
     assert len(inbox.answered()) == 9
     inbox.values["input"].update(since=None)
     assert "unreadable is for incremental runs: add since: last_success" in inbox.run().stderr
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_file_whose_data_cannot_be_read_is_left_whole(inbox: Inbox, flow: Any, what: str) -> None:
+    bad = inbox.files / "b.parquet"
+    write_unreadable(bad, what)
+    inbox.add("a")
+    if what != "page":
+        assert inbox.refused().startswith(f"{bad}: column 'prompt' cannot be read (")
+        assert not (inbox.root / "_ledger").exists()
+    inbox.values["input"]["unreadable"] = "later"
+    told = inbox.json()
+    assert told["left"] == [str(bad)] and [run["rows"] for run in told["runs"]] == [3]
+    assert inbox.json() == {**told, "fresh_rows": 0, "runs": []}
+    inbox.add("b")
+    assert [run["rows"] for run in inbox.json()["runs"]] == [3] and len(inbox.answered()) == 6
+
+
+def test_a_damaged_page_that_is_met_ends_the_run_until_the_file_is_replaced(in_process: None, inbox: Inbox) -> None:
+    bad = inbox.files / "b.parquet"
+    write_unreadable(bad, "page")
+    inbox.add("a")
+    inbox.values["shared_prefix"], inbox.values["max_error_rate"] = False, 1
+    said = inbox.refused()
+    assert said.startswith(f"{bad}: cannot be read, since it is damaged") and "replace the file" in said
+    inbox.add("b")
+    assert "changed since the job began" in inbox.refused() and inbox.answered() == []
+    assert [run["rows"] for run in inbox.json("--overwrite")["runs"]] == [6]
 
 
 def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flow: Any) -> None:

@@ -82,6 +82,7 @@ def _run(config: JobConfig, *, check: str, backend: Backend, night: Night) -> Jo
     check_same_job(folder, stored, manifest)
     totals, fresh = add_up(to_table([])), 0
     if not folder.exists(SUCCESS):
+        night.begin()
         if stored is None:
             plan_files.save(folder, manifest)
         fresh = sum([folder.create(_answer_name(file.url), fingerprint.encode()) for file in pinned])
