@@ -38,7 +38,7 @@ from pipeline.commit.sink import SUCCESS, Check, clear_temporaries
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.stats import Totals
 from pipeline.input.files import Files, input_root, list_files
-from pipeline.messages import counted
+from pipeline.messages import counted, printable
 from pipeline.plan import plan_files
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest, NoRows
@@ -48,7 +48,7 @@ from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, make_writable, open_folder, probe_create, read_json, write_json
 
 log = logging.getLogger(__name__)
-FORMAT = 3
+FORMAT = 4
 SHOWN_RUNS = 20  # maximum number of runs to print
 SHOWN_FILES = 3  # maximum number of names to print of files that are left for a later run
 COMPACT_EVERY = 50  # number of records after which all records are copied into one file
@@ -409,7 +409,11 @@ def _values(root: Folder, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{root.url}/{name}: not JSON: {error}; restore it from a copy") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{root.url}/{name}: its format is not {FORMAT}; use the version of skipdecode that wrote it")
+        found = values.get("format") if isinstance(values, dict) else None
+        raise UserError(
+            f"{root.url}/{name}: has format {printable(found)[:40]}, but this version of skipdecode reads {FORMAT}; "
+            "use the version that wrote it, or another output.path"
+        )
     return values
 
 

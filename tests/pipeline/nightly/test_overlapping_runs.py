@@ -31,7 +31,7 @@ from pipeline.nightly import NightlyResult
 from pipeline.plan import plan_files
 from pipeline.plan.batching import Batching
 from pipeline.plan.inputs import unchanged_files
-from pipeline.plan.manifest import Manifest, NoRows
+from pipeline.plan.manifest import ANSWERS_VERSION, Manifest, NoRows
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
 
@@ -77,7 +77,7 @@ def _run(config: JobConfig, *, check: str, backend: Backend, night: Night) -> Jo
         raise NoRows("no rows")
     identity: dict[str, Any] = {"seed": config.sampling.seed, "files": [[file.url, file.version] for file in pinned]}
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
-    identity["schedule"] = {"speedup": 1.0, "num_layers": 4}
+    identity |= {"schedule": {"speedup": 1.0, "num_layers": 4}, "answers_version": ANSWERS_VERSION}
     manifest = Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([]))
     check_same_job(folder, stored, manifest)
     totals, fresh = add_up(to_table([])), 0
