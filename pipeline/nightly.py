@@ -232,25 +232,28 @@ def _finish(
     root: Folder, ledger: Ledger, name: str, config: JobConfig, backend: Backend, overwrite: bool, check: Check
 ) -> FinishedRun | None:
     """Finish a run with the files in its plan. Return None if the run is abandoned, e.g. because the job changed."""
-    folder, why, manifest, done = _folder(root, name, config.storage), "--overwrite", None, None
-    if not overwrite:
-        try:
-            manifest = plan_files.load(folder)
-        except UserError as error:
+    folder, done = _folder(root, name, config.storage), None
+    try:
+        manifest = plan_files.load(folder)
+    except UserError as error:
+        if not overwrite:
             raise UserError(f"{error}; --overwrite abandons this run, which has not finished") from None
-        assert manifest is not None, "only folders with a plan are unfinished"
-        pinned = {file.url: (file.size, file.version) for file in manifest.files if file.rows}
-        if answered := sorted(pinned.keys() - new_files(pinned, ledger, "reprocess").keys()):
-            why = f"another run has answered {answered[0]}"
-        else:
-            listed = list_files(config.input.path, config.storage, config.input.format, may_be_empty=True)
-            files = {file.url: listed[file.url] for file in manifest.files if file.url in listed}
-            try:
-                done = _answer(root, ledger, name, config, backend, files, check, resumed=True)
-            except OtherJob as error:
-                why = f"the job has changed in {error.names}"
-            except UserError as error:
-                raise UserError(f"the run in {folder.url} has not finished: {error}") from None
+        manifest = None
+    pinned = {file.url: (file.size, file.version) for file in manifest.files if file.rows} if manifest else {}
+    answered = sorted(pinned.keys() - new_files(pinned, ledger, "reprocess").keys())
+    if overwrite or manifest is None:
+        why = "--overwrite"
+    elif answered:
+        why = f"another run has answered {answered[0]}"
+    else:
+        listed = list_files(config.input.path, config.storage, config.input.format, may_be_empty=True)
+        files = {file.url: listed[file.url] for file in manifest.files if file.url in listed}
+        try:
+            done = _answer(root, ledger, name, config, backend, files, check, resumed=True)
+        except OtherJob as error:
+            why = f"the job has changed in {error.names}"
+        except UserError as error:
+            raise UserError(f"the run in {folder.url} has not finished: {error}") from None
     if done is not None and (done.run.state == "success" or done.result.fresh_rows):
         if done.run.state == "success":
             log.warning("run %d, left unfinished by an earlier command, is now finished", done.run.number)
