@@ -85,7 +85,7 @@ def run(
         Interrupted: a signal stopped the run. RayError: a task failed.
         RowsMissing: the committed rows differ from the planned rows.
     """
-    assert config.input.since is None, "nightly runs such jobs"
+    assert (config.input.since is None) == (night is None), "nightly runs such jobs"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
     process_began = process_began or time.time()
     with interruptible():

@@ -296,7 +296,7 @@ def _answer(
 
     base = ledger.root or input_root(config.input, config.storage, files)
     output = config.output.model_copy(update={"path": f"{root.url.rstrip('/')}/{name}"})
-    dated = config.model_copy(update={"input": config.input.model_copy(update={"since": None}), "output": output})
+    dated = config.model_copy(update={"output": output})
     result = jobs.run(dated, check=check, backend=backend, night=jobs.Night(files, base, begin, accept))
     accept(result.manifest, result.totals)  # for a folder that has `_SUCCESS` already
     run = ended[0] if ended else _run_of(ledger, name, "unfinished", result.manifest)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
-from in_process import InProcess, answered_rows, job_values, run_and_read, run_in_process, run_interrupted
+from in_process import InProcess, answered_rows, job_values, run_and_read
 
 from pipeline import nightly
 from pipeline.config.job import JobConfig
-from pipeline.plan import manifest
 from pipeline.try_rows import answer_first_rows
 
 NAMES = ["d=1/part-0", "d=2/part-0"]
@@ -50,30 +48,13 @@ def test_they_hold_the_path_below_the_input(tmp_path: Path, checkpoint: Path) ->
     assert ids(run_and_read(one)) == of_rows("part-0")
 
 
-def test_a_job_that_an_earlier_version_began_keeps_their_form(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "in", NAMES)
-    config = JobConfig.model_validate(job(checkpoint, tmp_path / "out", tmp_path / "in"))
-    with monkeypatch.context() as earlier:
-        earlier.setattr(manifest, "input_root", lambda *_: None)
-        run_interrupted(earlier, config)
-    assert len(answered_rows(tmp_path / "out")) == 2
-    run_in_process(config)
-    assert ids(answered_rows(tmp_path / "out")) == of_rows("part-0") * 2
-
-
-@pytest.mark.parametrize("earlier_version", [True, False])
-def test_all_runs_over_a_growing_folder_have_one_form(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, earlier_version: bool
-) -> None:
-    write(tmp_path / "in", NAMES[:1])
-    config = JobConfig.model_validate(job(checkpoint, tmp_path / "out", tmp_path / "in", since="last_success"))
-    with monkeypatch.context() as earlier:
-        if earlier_version:
-            earlier.setattr(manifest, "input_root", lambda *_: None)
-        nightly.run(config, backend=InProcess())
-    write(tmp_path / "in", NAMES[1:])
-    nightly.run(config, backend=InProcess())
+def test_all_runs_over_growing_files_have_one_form(tmp_path: Path, checkpoint: Path) -> None:
+    """They are relative to the input folder of the first run, whatever a later run lists."""
+    source = tmp_path / "in"
+    write(source, NAMES[:1])
+    for path in (source, source / f"{NAMES[1]}.parquet"):
+        config = JobConfig.model_validate(job(checkpoint, tmp_path / "out", path, since="last_success"))
+        assert len(nightly.run(config, backend=InProcess()).finished) == 1
+        write(source, NAMES[1:])
     found = [row for folder in (tmp_path / "out").glob("2*") for row in ids(answered_rows(folder))]
-    assert sorted(found) == sorted(of_rows("part-0") * 2 if earlier_version else of_rows(*NAMES))
+    assert sorted(found) == sorted(of_rows(*NAMES))
