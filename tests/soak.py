@@ -36,6 +36,7 @@ from fault_bench import Bench, Trial  # noqa: E402
 from process_kills import TwoNodes, kill_driver, kill_worker  # noqa: E402
 
 from pipeline.config.job import StorageConfig  # noqa: E402
+from pipeline.run import ray_head  # noqa: E402
 
 FAULTS = ("actor", "prepare", "write", "raylet", "driver")
 BUCKET = "skipdecode-soak"
@@ -59,7 +60,8 @@ def store(kind: str, folder: Path) -> Iterator[tuple[str, StorageConfig]]:
 
 def start_ray() -> None:
     ray.shutdown()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    own = {"address": "local", "num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
+    ray_head.start({**own, "logging_level": logging.ERROR})
 
 
 def show_ray() -> None:

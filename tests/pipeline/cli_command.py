@@ -31,9 +31,9 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until(reached: Callable[[], object], seconds: float = HANGING_SECONDS, every: float = 0.05) -> None:
+def wait_until(reached: Callable[[], object], every: float = 0.05) -> None:
     """Wait for a condition, asked every so many seconds. AssertionError once it will hardly be met any more."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HANGING_SECONDS
     while not reached():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(every)
@@ -57,8 +57,8 @@ class Command:
             env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **env},
         )
 
-    def end(self, seconds: float = HANGING_SECONDS) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=seconds)
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=HANGING_SECONDS)
         return self.process.returncode, out, err
 
     def wait_for_parts(self, output: Path, count: int) -> None:
@@ -70,7 +70,7 @@ class Command:
         def reached_or_ended() -> bool:
             return self.process.poll() is not None or reached()
 
-        wait_until(reached_or_ended, every=every)
+        wait_until(reached_or_ended, every)
         assert reached(), self.process.communicate()[1]
 
     def assert_nothing_left(self) -> None:
@@ -79,9 +79,14 @@ class Command:
 
 
 class SlowCommand(Command):
-    """The same with slow stages, so that a signal comes before its end."""
+    """The same with slow stages, of which two parts come while the file `held` exists: a signal precedes their end."""
 
     arguments = (str(Path(__file__).with_name("slow_stages.py")), "run")
+
+    def __init__(self, folder: Path, job: JobConfig) -> None:
+        self.held = folder / "held"
+        self.held.touch()
+        super().__init__(folder, job, SKIPDECODE_TEST_HOLD=str(self.held))
 
 
 def assert_released(output: Path) -> None:

@@ -21,6 +21,7 @@ from ray_free_run import MadeUpParts
 from actors.engine.cpu.library import library
 from pipeline import job as jobs
 from pipeline.config.job import StorageConfig
+from pipeline.run import ray_head
 from pipeline.storage.folder import Folder, open_folder
 
 
@@ -149,7 +150,8 @@ def own_ray(s3: StorageConfig) -> Iterator[None]:
 def start_ray() -> None:
     """Start Ray again: after a job that failed, a cancelled worker may be in the middle of an import."""
     ray.shutdown()
-    ray.init(address="local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    own = {"address": "local", "num_cpus": 3, "num_gpus": 2, "include_dashboard": False, "log_to_driver": False}
+    ray_head.start(own)  # once more if it is too slow
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def submit_folder(cluster: LocalCluster, folder: Path, name: str, *options: str,
     """Exit status and output of `ray job submit --working-dir` with a user's folder. slow: with slow stages."""
     command = ["python", str(ROOT / "tests" / "pipeline" / "slow_stages.py")] if slow else ["skipdecode"]
     options = ("--submission-id", name, "--working-dir", str(folder), *options)
-    done = cluster.job("submit", *options, "--", *command, "run", "job.yaml", timeout=400)
+    done = cluster.job("submit", *options, "--", *command, "run", "job.yaml")
     return done.returncode, done.stdout + done.stderr
 
 
@@ -92,8 +92,8 @@ def assert_every_row_once(folder: Path, rows: int) -> None:
 def own_lines(log: str) -> list[str]:
     """A job's log without the two lines that Ray's job manager begins it with, and what a busy machine adds."""
     lines = [line for line in log.splitlines() if line.strip()]
-    begins = ("INFO job_manager.py", "Running entrypoint for job", "INFO cli.py", "INFO sdk.py", "loading libraries")
-    return [line for line in lines if not any(begin in line for begin in begins)]
+    begins = ("INFO job_manager.py", "Running entrypoint for job", "INFO cli.py", "INFO sdk.py")
+    return [line for line in lines if not line.endswith(" ...") and not any(begin in line for begin in begins)]
 
 
 def test_the_upload_is_small_and_whole(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_users_own_modules_beside_the_job_break_nothing(
 
 @pytest.mark.slow
 def test_a_wrong_job_is_exit_1_and_one_line_in_the_log(cluster: LocalCluster, checkpoint: Path, tmp_path: Path) -> None:
-    assert requests.get(f"{cluster.url}/api/jobs/", timeout=30).status_code == 401  # who has no token
+    assert requests.get(f"{cluster.url}/api/jobs/", timeout=300).status_code == 401  # who has no token
     file = write_job(tmp_path, checkpoint, 4, input={"path": str(tmp_path / "none.parquet")})
     code, said = submit(cluster, file, "wrong")
     assert code == 1, said
@@ -141,9 +141,9 @@ def stopped_half_way(cluster: LocalCluster, folder: Path, output: Path, name: st
         assert cluster.asked(name)["status"] in ("PENDING", "RUNNING"), cluster.asked(f"{name}/logs")["logs"]
         return len(list(output.rglob("part-*.parquet"))) >= 2
 
-    wait_until(has_begun, 400, every=0.2)
+    wait_until(has_begun, every=0.2)
     cluster.stop(name)
-    wait_until(lambda: cluster.asked(name)["status"] == "STOPPED", 200, every=0.2)
+    wait_until(lambda: cluster.asked(name)["status"] == "STOPPED", every=0.2)
     log = own_lines(cluster.asked(f"{name}/logs")["logs"])
     assert log[0].startswith("`ray job stop` leaves this job 45 s, less than grace_seconds = 60: ")
     assert log[-1] == "skipdecode: interrupted (SIGTERM); the same command finishes the job"
@@ -165,7 +165,6 @@ def test_a_relative_output_is_refused_and_no_file_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_stopped_half_way_and_submitted_again_from_a_changed_folder_every_row_is_answered_once(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -185,7 +184,6 @@ def test_stopped_half_way_and_submitted_again_from_a_changed_folder_every_row_is
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_nightly_run_stopped_half_way_and_submitted_again_answers_every_row_once(
     cluster: LocalCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +206,6 @@ def test_a_nightly_run_stopped_half_way_and_submitted_again_answers_every_row_on
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_pool_that_may_grow_uses_a_node_that_joins(cluster: LocalCluster, checkpoint: Path, tmp_path: Path) -> None:
     """The head node has room for one actor of two CPUs; the second node comes in the middle of the job."""
     rows, shard_rows = 3600, 12  # long enough: Ray Data looks for new nodes every 20 s
@@ -226,7 +223,7 @@ def test_a_pool_that_may_grow_uses_a_node_that_joins(cluster: LocalCluster, chec
         assert "failed" not in said, cluster.job("logs", "pool").stdout
         return "succeeded" in said
 
-    wait_until(ended, 300, every=1)
+    wait_until(ended, every=1)
     assert_every_row_once(tmp_path, rows)
     stats = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet").to_pylist()
     head = min(stats, key=lambda one: one["started"])["node"]

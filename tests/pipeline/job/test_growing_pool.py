@@ -18,7 +18,6 @@ from pipeline import job as jobs
 from pipeline.run import ray_data, stages
 
 SHARDS, EARLY, PER = 22, 20, 3
-PAUSE_SECONDS = 12.0  # between the early shards and the others; Ray removes no actor in the ten behind its start
 
 
 def test_tasks_that_ask_for_no_cpus_run_on_no_node_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,17 +54,19 @@ def test_a_pool_grows_and_shrinks_and_writes_the_same_bytes(
 
     def with_a_pause(batch: Any, **arguments: Any) -> Any:
         if batch["shard"][0] >= EARLY:
-            while len(list(output.glob("*.parquet"))) < EARLY:
+            while not shrunk.exists():
                 time.sleep(0.1)
-            time.sleep(PAUSE_SECONDS)
         return prepare(batch, **arguments)
 
     sizes: list[tuple[int, int]] = []  # parts, actors
+    shrunk = tmp_path / "shrunk"
     scale = _ActorPool.scale
 
     def recorded(pool: _ActorPool, request: ActorPoolScalingRequest) -> int | None:
         changed = scale(pool, request)
         sizes.append((len(list(output.glob("*.parquet"))), pool.current_size()))
+        if pool.current_size() < max(size for _, size in sizes):
+            shrunk.touch()
         return changed
 
     monkeypatch.setattr(_ActorPool, "scale", recorded)

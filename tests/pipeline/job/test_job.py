@@ -255,7 +255,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     code, out, err = second.end()
     assert code == 0, err
     assert "resuming: " in err
-    assert "ray" not in err.lower().replace("skipdecode", "")
+    assert "ray" not in err.lower().replace("starting ray ...", "")  # as it says where that takes long
     summary = json.loads(out.splitlines()[-1])
     assert (summary["rows"], summary["errors"]) == (ROWS, 2)
     assert 0 < summary["fresh_rows"] < ROWS
@@ -295,6 +295,7 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         run.wait_until(has_parts, every=0.03)
         os.killpg(run.process.pid, signal.SIGTERM)
         early = len(parts(output))
+        run.held.unlink()
         code, out, err = run.end()
         written = {str(path): path.read_bytes() for path in output.rglob("*") if path.is_file()}
         assert_no_secret({**written, "out": out.encode(), "err": err.encode()}, ray_folder)

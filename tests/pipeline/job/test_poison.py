@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from cli_command import HANGING_SECONDS, wait_until
 from fault_bench import Bench, digests
 from in_process import answered_rows, invoke, job_config, run_and_read, run_in_process
 from process_kills import kill_worker
@@ -85,12 +86,11 @@ def test_no_actor_of_a_finished_job_stays_in_an_exit_handler(
     monkeypatch.setattr(stages, "ShardGenerator", poison_stages.StaysAtExit)
     jobs.run(job)
     process = int((Path(job.model.path).parent / poison_stages.STAYING).read_text())
-    end = time.monotonic() + 20
-    while psutil.pid_exists(process) and time.monotonic() < end:
-        time.sleep(0.1)
-    if stays := psutil.pid_exists(process):
-        psutil.Process(process).kill()
-    assert not stays
+    try:
+        wait_until(lambda: not psutil.pid_exists(process))
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(process).kill()
 
 
 @pytest.mark.ray
@@ -121,7 +121,7 @@ def test_every_row_is_answered_once_though_a_prepare_worker_is_killed() -> None:
         [sys.executable, str(SOAK), "--faults", "prepare", "--trials", "1", "--minutes", "5", "--seed", "7"],
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=HANGING_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads(done.stdout.splitlines()[-1])["faults"]["prepare"]
@@ -132,13 +132,12 @@ def test_every_row_is_answered_once_though_a_prepare_worker_is_killed() -> None:
 def commands(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> faults.Bench:
     """Of 800 rows, for the command in processes of its own."""
     assert s3.endpoint_url
-    found = faults.Bench(tmp_path_factory.mktemp("faults"), repetitions=5, limit=300, at_once=1, rows=800)
+    found = faults.Bench(tmp_path_factory.mktemp("faults"), repetitions=5, limit=HANGING_SECONDS, at_once=1, rows=800)
     found.bucket = s3.endpoint_url
     return found
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     "fault", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in faults.FAULTS]
 )

@@ -12,16 +12,19 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from cli_command import HANGING_SECONDS
 
 from actors.answers import ANSWER_TYPES
 
+pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[3]
 
 
 def started(code: str, folder: Path, cpus: int) -> subprocess.Popen[str]:
     """Start a program in a process of its own, in a folder that stands for a clone, on a Ray of so many CPUs."""
     (folder / "configs").symlink_to(ROOT / "configs")
-    code = f"import ray\nray.init(address='local', num_cpus={cpus}, include_dashboard=False)\n{code}"
+    settings = f"{{'address': 'local', 'num_cpus': {cpus}, 'include_dashboard': False}}"
+    code = f"from pipeline.run import ray_head\nray_head.start({settings})\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -44,7 +47,7 @@ def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(tmp_path: Path) 
     assert "for row in answers.take_all():" in program()
     process = started(program().replace("for row in answers.take_all():", writes), tmp_path, 1)
     try:
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=HANGING_SECONDS)
     finally:
         end(process)
     assert process.returncode == 0, said
@@ -57,7 +60,7 @@ def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(tmp_path: Path) 
 def test_a_pool_that_takes_every_cpu_says_so(tmp_path: Path) -> None:
     assert "num_cpus=0," in program()
     process = started(program().replace("num_cpus=0,", "num_cpus=1,"), tmp_path, 2)
-    deadline = threading.Timer(300, end, [process])
+    deadline = threading.Timer(HANGING_SECONDS, end, [process])
     deadline.start()
     try:
         assert process.stdout is not None

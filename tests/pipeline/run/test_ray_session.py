@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from cli_command import HANGING_SECONDS, wait_until
+from moved_clock import Clock
 from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
@@ -29,23 +32,25 @@ from pipeline.run import ray_session
 def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
     own_ray: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.2)
-    monkeypatch.setattr(ray_session, "WAIT_POLL_SECONDS", 0.1)
-    problem = r"actors: 9 actors of 1 GPUs do not fit on 2 GPUs: .*; the cluster has not grown in 0\.5 s"
+    clock = Clock()
+    monkeypatch.setattr("pipeline.runtime.announce.time", clock)
+    monkeypatch.setattr(ray_session, "time", clock)
+    problem = r"actors: 9 actors of 1 GPUs do not fit on 2 GPUs: .*; the cluster has not grown in 25 s"
     with (
         pytest.raises(UserError, match=problem),
-        ray_session.ray_session(ActorsConfig(count=9, cpus=0.1, gpus=1, wait_seconds=0.5), False),
+        ray_session.ray_session(ActorsConfig(count=9, cpus=0.1, gpus=1, wait_seconds=25), False),
     ):
         pass
-    assert "waiting for the cluster to grow, 0 of 0.5 s: 9 actors of 1 GPUs" in capsys.readouterr().err
+    said = re.findall(r"waiting for the cluster to grow, (.*): 9 actors of 1 GPUs", capsys.readouterr().err)
+    assert said == ["10 of 25 s", "20 of 25 s"]
     assert ray.is_initialized()
 
 
 def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one asks for stays when another asks, and when that one ends."""
-    from cli_command import wait_until  # not above: a worker imports this module without the tests' folder
-
-    monkeypatch.setattr(ray_session, "WAIT_POLL_SECONDS", 0.1)
+    clock = Clock()
+    monkeypatch.setattr(clock, "sleep", lambda seconds: time.sleep(0.1))
+    monkeypatch.setattr(ray_session, "time", clock)
 
     def asked() -> list[list[float]]:
         groups = placement_group_table().values()
@@ -62,14 +67,16 @@ def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: 
         thread.start()
         return thread
 
-    first = wait(2, 4.0)
-    wait_until(lambda: asked() == [[3.0, 3.0]], 30)
-    second = wait(1, 1.0)
-    wait_until(lambda: asked() == [[3.0], [3.0, 3.0]], 30)
+    first = wait(2, 400.0)
+    wait_until(lambda: asked() == [[3.0, 3.0]])
+    second = wait(1, 100.0)
+    wait_until(lambda: asked() == [[3.0], [3.0, 3.0]])
+    clock.now += 200
     second.join()
-    wait_until(lambda: asked() == [[3.0, 3.0]], 30)
+    wait_until(lambda: asked() == [[3.0, 3.0]])
+    clock.now += 300
     first.join()
-    wait_until(lambda: asked() == [], 30)
+    wait_until(lambda: asked() == [])
 
 
 def test_log_levels_are_given_back_when_the_last_job_ends(own_ray: None) -> None:
@@ -107,14 +114,13 @@ def session_of(process: int) -> int | None:
     return None
 
 
-def stays_at_exit() -> int:
-    """In a worker, which then waits for ever when it should end, signals or not; its session."""
-    atexit.register(time.sleep, 10**6)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return os.getsid(0)
-
-
 def test_a_ray_of_our_own_lives_in_a_session_of_its_own_and_ends_whole(no_ray: None) -> None:
+    def stays_at_exit() -> int:
+        """In a worker, which then waits for ever when it should end, signals or not; its session."""
+        atexit.register(time.sleep, 10**6)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return os.getsid(0)
+
     with ray_session.connected(False):
         session = ray.get(ray.remote(num_cpus=0)(stays_at_exit).remote())
         names = {process.name() for process in processes(session)}
@@ -142,7 +148,7 @@ def test_a_ray_that_dies_is_named(no_ray: None, victim: str) -> None:
     for process in psutil.Process(job.pid).children(recursive=True):
         if process.name() == victim:
             process.kill()
-    err = job.communicate(timeout=120)[1]
+    err = job.communicate(timeout=HANGING_SECONDS)[1]
     assert job.returncode not in (0, None) and "the job's Ray has died: check this machine's memory" in err
 
 
@@ -152,11 +158,8 @@ def test_two_jobs_have_each_a_ray_of_its_own(no_ray: None) -> None:
     sessions = [process.pid for job in jobs for process in psutil.Process(job.pid).children()]
     assert len(addresses) == 2 and len(sessions) == 2
     jobs[0].kill()
-    assert jobs[1].communicate("\n", timeout=60) and jobs[1].returncode == 0
-    end = time.monotonic() + 30
-    while any(processes(session) for session in sessions) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not any(processes(session) for session in sessions)
+    assert jobs[1].communicate("\n", timeout=HANGING_SECONDS) and jobs[1].returncode == 0
+    wait_until(lambda: not any(processes(session) for session in sessions), every=0.2)
 
 
 def test_a_ray_that_does_not_start_says_why(no_ray: None, tmp_path: Path) -> None:
@@ -245,14 +248,15 @@ def test_a_ray_that_starts_too_slowly_is_started_once_more(errors: list[str], to
     )
     assert head.stdin and head.stdout
     assert json.loads(head.stdout.readline()) == told
-    for _ in range(100):
-        left = []
+
+    def left_alone() -> bool:
+        left = 0
         for one in processes(head.pid):
             with suppress(psutil.Error):  # it ends at this moment
-                left += [one] * (one.cmdline() == ["sleep", "4321"])
-        if len(left) <= 1:
-            break
-        time.sleep(0.05)  # on a busy machine a killed process takes a while to end
+                left += one.cmdline() == ["sleep", "4321"]
+        return left <= 1
+
+    wait_until(left_alone)
     head.stdin.close()
-    head.wait(60)
-    assert len(left) <= 1 and processes(head.pid) == []
+    head.wait(HANGING_SECONDS)
+    assert processes(head.pid) == []
