@@ -117,7 +117,8 @@ def user_error(error: BaseException) -> UserError | None:
     if isinstance(cause, BaseException):
         return user_error(cause)
     if isinstance(error, UserError):
-        return error
+        is_advised = any(map(RETRY_ADVICE.match, str(error).splitlines()))
+        return UserError(cause_line(error)) if is_advised else error
     text = cause_line(error)  # Ray keeps only the text of an error in an actor's constructor
     return UserError(text.removeprefix(USER_ERROR)) if text.startswith(USER_ERROR) else None
 

@@ -345,12 +345,10 @@ def _other_format(head: bytes) -> str | None:
     return "plain text" if text and not text.startswith("PAR1") else None
 
 
-class DamagedInput(UserError):
-    """An input file's data cannot be read, although its footer or its start could be."""
-
-    def __init__(self, url: str, error: BaseException) -> None:
-        remedy = "replace the file, and start again with --overwrite"
-        super().__init__(f"{url}: cannot be read, since it is damaged or cut short: {flat(error)}; {remedy}")
+def damaged_input(url: str, error: BaseException) -> UserError:
+    """Return the error for a file whose data cannot be read, although its footer or its start could be."""
+    remedy = "replace the file, and start again with --overwrite"
+    return UserError(f"{url}: cannot be read, since it is damaged or cut short: {flat(error)}; {remedy}")
 
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:

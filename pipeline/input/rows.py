@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import DamagedInput, InputFile, check_unchanged, file_format, list_files, read_footer
+from pipeline.input.files import InputFile, check_unchanged, file_format, list_files, read_footer
 from pipeline.input.schema import ERROR, conform, one_schema
 from pipeline.input.shards import Shard, cut_shards, read_groups
 from pipeline.input.text_files import TextColumns, read_text, scan_text
@@ -61,7 +61,7 @@ def read_shards(
             for shard, table in zip(of_file, read_rows(of_file, file, schema, storage), strict=True):
                 check_unchanged(file, storage)
                 yield shard, table
-        except (*STORE_ERRORS, DamagedInput, pa.ArrowException, AssertionError, RuntimeError):
+        except (*STORE_ERRORS, UserError, pa.ArrowException, AssertionError, RuntimeError):
             check_unchanged(file, storage)  # raises a clearer error if the file has changed
             raise
 
@@ -91,7 +91,7 @@ def path_values(url: str) -> dict[str, str | None]:
 
 
 def decode(file: InputFile, names: Sequence[str], storage: StorageConfig) -> None:
-    """Read the columns `names` of a file to its end. Raises DamagedInput if its data is damaged."""
+    """Read the columns `names` of a file to its end. Raises UserError if its data is damaged."""
     of_file = [name for name in names if name not in path_values(file.url)]
     for _ in read_groups(cut_shards([file], COLUMN_ROWS, COLUMN_BYTES), of_file, storage):
         pass

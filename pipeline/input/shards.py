@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import INT96_UNIT, DamagedInput, InputFile
+from pipeline.input.files import INT96_UNIT, InputFile, damaged_input
 from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # a row group with more uncompressed bytes is fetched page by page
@@ -80,13 +80,13 @@ def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[t
 def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
     """Yield one table per shard, in order. All shards must be of one file. Each row group is read once, in batches.
 
-    Raises DamagedInput if the file is damaged or has fewer rows than planned.
+    Raises UserError if the file is damaged or has fewer rows than planned.
     """
     try:
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses already name the cause
-            raise DamagedInput(shards[0].url, error) from None
+            raise damaged_input(shards[0].url, error) from None
         raise
 
 

@@ -23,7 +23,7 @@ from pyarrow import types
 from actors.engine.errors import UserError, flat
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import DamagedInput, InputFile
+from pipeline.input.files import InputFile, damaged_input
 from pipeline.input.schema import ERROR, UNTYPED, common, conform, is_text, rebuilt, split_errors
 from pipeline.input.shards import Shard
 from pipeline.input.text_lines import (
@@ -310,7 +310,7 @@ def read_text(
     """Yield one table per shard of a text file, in order, with the columns of `schema` and row errors in `ERROR`.
 
     Raises:
-        DamagedInput: the file is damaged or has other rows than planned.
+        UserError: the file is damaged or has other rows than planned.
         StoreFailed: the store fails.
     """
     try:
@@ -323,7 +323,7 @@ def read_text(
                 for shard, rows in zip(shards, _rows(shards, file, stream, csv_rows), strict=True):
                     yield _csv_table(rows, header, schema, shard)
     except (*GZIP_ERRORS, Unreadable) as error:
-        raise DamagedInput(file.url, error) from None
+        raise damaged_input(file.url, error) from None
 
 
 def _rows(

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
 from pipeline.cli.app import app
-from pipeline.cli.command import cause_line
+from pipeline.cli.command import cause_line, user_error
 from pipeline.cli.command import command as running
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.messages import install_command, without_secrets
@@ -227,13 +227,19 @@ def test_a_ray_that_does_not_start_is_one_line(
 def test_the_cause_of_a_failed_task_leaves_out_advice_on_retries() -> None:
     from ray.data._internal.util import _annotate_exception_with_retry_context
 
-    error: BaseException = ValueError("Traceback\n  File x\nValueError: weights are missing")
-    for _ in range(2):  # a task's own, and the operator's around it
-        error = _annotate_exception_with_retry_context(
-            error, description="run it", attempts=1, max_attempts=3, total_backoff_s=0.0, exception_str=""
-        )
-    assert str(error).splitlines()[-1].startswith("To change retry attempts")
+    def annotated(error: BaseException) -> BaseException:
+        for _ in range(2):  # a task's own, and the operator's around it
+            error = _annotate_exception_with_retry_context(
+                error, description="run it", attempts=1, max_attempts=3, total_backoff_s=0.0, exception_str=""
+            )
+        assert str(error).splitlines()[-1].startswith("To change retry attempts")
+        return error
+
+    error = annotated(ValueError("Traceback\n  File x\nValueError: weights are missing"))
     assert cause_line(error) == "ValueError: weights are missing"
+    assert str(user_error(annotated(UserError("a.parquet: damaged; replace the file")))) == (
+        "a.parquet: damaged; replace the file"
+    )
 
 
 def ended(error: Exception, **advice: Any) -> tuple[int, str]:

@@ -259,8 +259,9 @@ def test_what_arrow_cannot_read_is_refused_by_the_footer_if_the_column_is_needed
     assert read_columns(str(path), ["id"], LOCAL, 2) == {"id": ["a-0", "a-1"]}
     if what == "page":  # which no footer tells
         read_footer(str(path), size, "v", LOCAL, ["id", "prompt"])
-        with pytest.raises(UserError, match=r"a\.parquet: cannot be read, .* damaged .*; replace the file"):
+        with pytest.raises(UserError, match=r"a\.parquet: cannot be read, .* damaged .*; replace the file") as damaged:
             read_columns(str(path), ["prompt"], LOCAL)
+        assert damaged.type is UserError  # of an error in a worker, Ray keeps the name of its class
     else:
         with pytest.raises(UserError, match=r"a\.parquet: column 'prompt' cannot be read \(") as refused:
             read_footer(str(path), size, "v", LOCAL, ["id", "prompt"])
