@@ -237,7 +237,7 @@ def test_names_in_the_data_name_no_file_of_the_output(tmp_path: Path, name: str)
     file, _ = read_footer(url, 1, "v", LOCAL)
     (shard,) = cut_shards([file], ROWS, 2**30)
     rows = pa.table({"id": ["../../etc/passwd", "/etc/x", "a\nb"]})
-    for spec in (part_spec(), part_spec(id_column=None)):
+    for spec in (part_spec(), part_spec(id_column=None, root=str(tmp_path))):
         table = part_table(rows, fake_answers(3), spec, shard)
         assert table["id"].to_pylist() == (
             rows["id"].to_pylist() if spec.id_column else [f"{name}:{n}" for n in range(3)]

@@ -108,7 +108,7 @@ def test_an_output_that_ray_deletes_is_refused_through_links_too(unpack: Unpack,
         check_outlives_job("output.path", place)
 
 
-@pytest.mark.parametrize("kind", ["run", "nightly", "adapt", "tune", "evaluate", "convert", "init", "demo"])
+@pytest.mark.parametrize("kind", ["run", "nightly", "adapt", "tune", "evaluate", "init", "demo"])
 def test_a_command_that_writes_into_the_working_directory_is_refused_before_it_writes(
     kind: str, unpack: Unpack, mine: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -125,7 +125,6 @@ def test_a_command_that_writes_into_the_working_directory_is_refused_before_it_w
     before = listed(tmp_path)
     arguments = {
         "nightly": ["run", "job.yaml"],
-        "convert": ["convert", "model.gguf", "converted"],
         "init": ["init", "in.csv", "--output", "new.yaml"],
         "demo": ["demo"],
     }
