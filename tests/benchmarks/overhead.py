@@ -38,10 +38,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from actors.engine.model.loading import load_tokenizer
+
 ROOT = Path(__file__).parents[2]
 WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "by", "with", "as", "from", "his", "at")
 PROMPT_WORDS, NEW_TOKENS = (16, 256), (8, 128)  # lengths of prompts and answers: log-uniform
-CONTEXT = 512
+CONTEXT = 1024
 JOB, PLAIN, BENCH, RAY = "skipdecode run", "LLM.generate", "vllm bench throughput", "ray.data.llm"
 # what the command runs; the program `vllm` itself does not start with the CPU build of PyPI
 BENCH_PROGRAM = """
@@ -62,7 +64,7 @@ LABELS_SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def write_rows(folder: Path, count: int) -> None:
-    """Write the rows as each system reads them. The same number of rows makes the same rows."""
+    """Write the rows that all systems answer; the same number of rows makes the same rows."""
     chance = random.Random(count)
 
     def length(least: int, most: int) -> int:
@@ -75,8 +77,6 @@ def write_rows(folder: Path, count: int) -> None:
         "sampling": [{"max_new_tokens": new, "ignore_eos": True, "temperature": 0.0} for _, new in rows],
     }
     pq.write_table(pa.table(table), folder / "rows.parquet")
-    lines = [json.dumps({"prompt": prompt, "output_tokens": new}) for prompt, new in rows]
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
@@ -198,21 +198,26 @@ def ray_data_llm(given: argparse.Namespace, folder: Path) -> None:
 
 
 def by_bench(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`vllm bench throughput` with the same rows, by a tokenizer whose chat template adds nothing."""
-    tokenizer, result = folder / "tokenizer", folder / "bench.json"
-    tokenizer.mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(given.model) / name, tokenizer)
-    (tokenizer / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    """`vllm bench throughput` with the same rows, as chats whose answers have as many tokens as the rows ask for."""
+    rows, tokenizer = pq.read_table(folder / "rows.parquet").to_pylist(), load_tokenizer(given.model)
+    special = len(tokenizer("a a").input_ids) - 2
+    limits = [row["sampling"]["max_new_tokens"] for row in rows]
+    chats = [
+        {"conversations": [{"value": row["prompt"]}, {"value": "a" + " a" * (limit - special - 1)}]}
+        for row, limit in zip(rows, limits, strict=True)
+    ]
+    (folder / "chats.json").write_text(json.dumps(chats))
     options = {
-        **{"dataset-name": "custom", "dataset-path": folder / "rows.jsonl", "num-prompts": given.rows},
-        **{"model": given.model, "tokenizer": tokenizer, "output-json": result},
+        **{"dataset-name": "sharegpt", "dataset-path": folder / "chats.json", "num-prompts": given.rows},
+        **{"model": given.model, "output-json": folder / "bench.json"},
         **{name.replace("_", "-"): value for name, value in engine_arguments(given).items()},
     }
     shown = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     whole = command(given, folder, "-c", BENCH_PROGRAM, *shown)
-    tokens = sum(row["max_new_tokens"] for row in pq.read_table(folder / "rows.parquet")["sampling"].to_pylist())
-    return {"command_s": whole, "running_s": json.loads(result.read_text())["elapsed_time"], "tokens": tokens}
+    found = json.loads((folder / "bench.json").read_text())
+    prompts = sum(len(tokenizer(row["prompt"]).input_ids) for row in rows)
+    assert found["total_num_tokens"] == prompts + sum(limits), "vllm bench has left out rows"
+    return {"command_s": whole, "running_s": found["elapsed_time"], "tokens": sum(limits)}
 
 
 SYSTEMS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
@@ -286,7 +291,6 @@ def label_speeds(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         values["input"] = {"path": str(folder / "labels.parquet"), "id": "id", "messages": "messages"}
         values["schedule"] = {**LABELS_SCHEDULES[schedule], "agreement_rows": 0}
         values["model"] |= {} if schedule == "one layer" else {"speed_adapter": ADAPTER}
-        values["model"]["vllm"]["max_model_len"] = 1024
         values["sampling"] = {}
         found, shards = run_job(given, folder, values)
         sums = {name: sum(shards[name].to_pylist()) for name in ("generate_seconds", "rows", "prompt_tokens", "errors")}
