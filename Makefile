@@ -6,7 +6,7 @@ PROCESSES = $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -39,7 +39,11 @@ test: .venv/installed-dev
 
 # SkipDecode in vLLM, and jobs on it, in the environment of that peer: vLLM for CPUs, and an older transformers.
 test-vllm: work/peers/vllm/installed-dev
-	nice -n 10 work/peers/vllm/bin/python -m pytest tests/vllm_addon --durations=10
+	nice -n 10 work/peers/vllm/bin/python -m pytest tests/vllm_addon --ignore tests/vllm_addon/test_servers.py --durations=10
+
+# The recipes of vLLM's server and of Ray Serve LLM, with a tiny model.
+test-serve: work/peers/vllm/installed-dev
+	nice -n 10 work/peers/vllm/bin/python -m pytest tests/vllm_addon/test_servers.py
 
 coverage: .venv/installed-dev
 	.venv/bin/python -m pytest --cov
