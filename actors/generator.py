@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -130,15 +130,14 @@ class Generator:
         inspected = inspect(checkpoint, by_vllm=vllm is not None)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        self._inspected, self._unadapted, self._changes = inspected, unadapted, dict[str, Any]()
         if isinstance(schedule, Schedule):
             self.schedule = schedule
         else:
-            self._changes = dict(schedule or {})
+            changes = dict(schedule or {})
             self.schedule = (
-                inspected.schedule(self._changes)
+                inspected.schedule(changes)
                 if unadapted
-                else inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
+                else inspected.adapted_schedule(changes, str(checkpoint), "pass unadapted=True")
             )
         self.tokenizer = load_tokenizer(checkpoint)
         how: dict[str, Any] = {
@@ -221,27 +220,6 @@ class Generator:
             share_prefixes=self.share_prefixes,
             scheduler=self.scheduler,
         )
-
-    def schedule_at(self, speedup: float) -> Schedule:
-        """Return the schedule for a nominal speed-up. Rows of this schedule and the current one may share decode steps.
-
-        Raises:
-            UserError: The checkpoint was not trained for this speed, or the speed needs other weights.
-        """
-        depths = ("speedup", "max_depth", "min_depth", "depths")
-        changes = {name: value for name, value in self._changes.items() if name not in depths}
-        if speedup > 1 and self._inspected.trained is None and not self._unadapted:
-            raise UserError(f"speed = {speedup:g}: the model is not adapted to any speed above 1: ask for speed 1")
-        schedule = self._inspected.schedule({**changes, "speedup": speedup})
-        if schedule == replace(self.schedule, speedup=schedule.speedup):
-            return self.schedule
-        if self._inspected.adapter is not None and schedule.is_full_depth != self.schedule.is_full_depth:
-            raise UserError(
-                f"speed = {speedup:g}: full depth (1x) needs other weights than speeds above 1x; serve 1x separately"
-            )
-        if not self._unadapted:
-            self._inspected.check_adapted(schedule, str(self._inspected.path), "choose a lower speed")
-        return schedule
 
     def __call__(self, batch: Any) -> Any:
         """Answer the prompts in a batch's column `prompt_column`. Return the batch with answer columns added.
@@ -369,7 +347,7 @@ class Generator:
             finish_reason=str(completion.finish_reason),
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=count,
-            mean_depth=(request.schedule or self.schedule).mean_depth(count),
+            mean_depth=self.schedule.mean_depth(count),
             error=self.builder.error(completion, text),
             token_ids=list(completion.token_ids),
             cumulative_logprob=completion.cumulative_logprob,

@@ -9,9 +9,27 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from actors.engine.constraints.output_format import KINDS as FORMATS
 from actors.openai_requests import CHAT
 
 REPLACEMENT = "\ufffd"
+
+
+def response(
+    url: str, answers: Sequence[Mapping[str, Any]], *, where: str = "", **named: Any
+) -> tuple[int, dict[str, Any]]:
+    """Return status and body of the response to one request. For the arguments see `completion_body`.
+
+    where: text that names the request at the start of an error.
+    """
+    # not every answer with an error is a failure: a cut-off answer is a result
+    failed = next((answer for answer in answers if answer["finish_reason"] == "error"), None)
+    if failed is None:
+        return 200, completion_body(url, answers, **named)
+    # an invalid request has no prompt tokens, or its format fails while it is answered
+    is_request = not failed["prompt_tokens"] or failed["error"].partition(": ")[0] in FORMATS
+    status = 400 if is_request else 500
+    return status, error_body(f"{where}{failed['error']}", status)
 
 
 def completion_body(
@@ -22,7 +40,6 @@ def completion_body(
     created: int,
     model: str,
     job: str,
-    prompt_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Build the response body from the answers to one request.
 
@@ -34,9 +51,9 @@ def completion_body(
         created: seconds since 1970.
         model: name of the model.
         job: fingerprint of the job, or of this start of the server.
-        prompt_tokens: number of tokens of all prompts; needed if there are several prompts.
     """
     is_chat = url == CHAT
+    prompt, completion = answers[0]["prompt_tokens"], sum(answer["generated_tokens"] for answer in answers)
     choices = []
     for answer in answers:
         text, index = answer["generated_text"], answer["sample_index"]
@@ -54,21 +71,13 @@ def completion_body(
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": usage(
-            answers[0]["prompt_tokens"] if prompt_tokens is None else prompt_tokens,
-            sum(answer["generated_tokens"] for answer in answers),
-        ),
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         "system_fingerprint": job,
     }
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return OpenAI's `usage` object. prompt, completion: numbers of tokens."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """Convert log-probabilities to the format of endpoint `url`. offset: number of characters before `tokens`."""
+def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """Convert log-probabilities to the format of endpoint `url`."""
     if tokens is None:
         return None
     if url == CHAT:
@@ -80,7 +89,7 @@ def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset:
         "token_logprobs": [token["logprob"] for token in tokens],
         # reversed, so that the likeliest of several tokens with equal texts is kept: `top` begins with the likeliest
         "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(token["top"])} for token in tokens],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
     }
 
 
@@ -90,7 +99,7 @@ def _entry(token: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": token["token"], "logprob": token["logprob"], "bytes": spelled}
 
 
-def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error response with an HTTP status. code: error code for programs."""
+def error_body(message: str, status: int) -> dict[str, Any]:
+    """Return the body of an error response with an HTTP status."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}

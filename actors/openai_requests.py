@@ -6,7 +6,7 @@ not define are taken from vLLM's server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,8 @@ class CompletionRequest:
     output_format: OutputFormat | None = None
 
 
-def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) -> CompletionRequest:
-    """Parse a request body. A key with the value null counts as missing. others: further keys to suggest in an error.
+def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
+    """Parse a request body. A key with the value null counts as missing.
 
     Raises a UserError that names the unknown, unsupported or wrong key.
     """
@@ -61,7 +61,7 @@ def read_request(url: str, body: Mapping[str, Any], others: Iterable[str] = ()) 
     known = {*_SAME, *_RENAMED, *_NO_EFFECT, *_ONLY, *_OF_CHAT, *_OF_TEXT, "logprobs"} - {*foreign}
     for name, value in given.items():
         if name not in known:
-            raise UserError(f"body: {name} is not supported; {suggestion(name, sorted({*known, *others} - {*_ONLY}))}")
+            raise UserError(f"body: {name} is not supported; {suggestion(name, sorted(known - {*_ONLY}))}")
         if name == "tools" and value != []:
             raise UserError("body: tools are not supported here: put them into a column that input.tools names")
         if name in _ONLY and not any(value == one and type(value) is type(one) for one in _ONLY[name]):
@@ -120,7 +120,4 @@ def _prompt(prompt: Any) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
-    raise UserError(
-        "body: prompt must be one text or one list of token ids; a batch file needs one line for each prompt, a server "
-        "also accepts a list of prompts"
-    )
+    raise UserError("body: prompt must be one text or one list of token ids: send one line or request for each prompt")

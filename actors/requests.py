@@ -91,7 +91,9 @@ class RequestBuilder:
             elif isinstance(value, bytes | bytearray):
                 error = "prompt is bytes, not text: decode it"
             elif isinstance(value[0], Mapping):
-                ids = self.chat_ids(*control_tokens(self.tokenizer).prompt(self._render, list(map(dict, value))))
+                control = control_tokens(self.tokenizer)
+                text, marked = control.prompt(self._render, list(map(dict, value)))
+                ids = control.encode(text, special_tokens=False) if marked else self._ids(text, False)
             elif all(not isinstance(token, bool) and token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
             else:
@@ -105,12 +107,6 @@ class RequestBuilder:
     def _render(self, messages: list[Any]) -> str:
         """Render messages with the tokenizer's chat template."""
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def chat_ids(self, text: str, marked: int) -> list[int]:
-        """Return the token ids of a rendered chat. text, marked: the results of `ControlTokens.prompt`."""
-        if marked:
-            return control_tokens(self.tokenizer).encode(text, special_tokens=False)
-        return self._ids(text, False)
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]

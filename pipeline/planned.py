@@ -18,7 +18,7 @@ from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
 from pipeline.input.schema import ERROR
 from pipeline.plan import manifest as manifests
-from pipeline.plan.batching import with_engine
+from pipeline.plan.batching import Batching, with_engine
 from pipeline.plan.columns import kept_columns, optional_columns
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest
@@ -93,17 +93,23 @@ def _check_custom_ids(config: JobConfig, manifest: Manifest) -> None:
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
     """Return the arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`."""
-    batching = job.manifest.batching
+    return arguments_of(job.config, job.checkpoint, job.schedule, job.manifest.batching)
+
+
+def arguments_of(
+    config: JobConfig, checkpoint: ResolvedCheckpoint, schedule: Schedule, batching: Batching
+) -> dict[str, Any]:
+    """Return what `generator_arguments` returns, for a job without a manifest, such as a server."""
     return {
-        **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
-        "checkpoint": job.checkpoint.pinned(),
-        "speed_adapter": None if job.schedule.is_full_depth else job.checkpoint.pinned_adapter(),
-        "schedule": job.schedule,
-        "strip": job.config.output.strip,
-        "reasoning": marks_of_thinking(job.config, job.checkpoint),
-        "row_logprobs": job.config.input.is_batch,
-        "share_prefixes": job.config.shared_prefix,
-        "cumulative_logprob": job.config.output.cumulative_logprob,
+        **generator_settings(config.model, config.sampling, config.choices, config.output_format),
+        "checkpoint": checkpoint.pinned(),
+        "speed_adapter": None if schedule.is_full_depth else checkpoint.pinned_adapter(),
+        "schedule": schedule,
+        "strip": config.output.strip,
+        "reasoning": marks_of_thinking(config, checkpoint),
+        "row_logprobs": config.input.is_batch,
+        "share_prefixes": config.shared_prefix,
+        "cumulative_logprob": config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,

@@ -39,15 +39,6 @@ class SlotShape(NamedTuple):
         """Return the exact size of the whole cache in bytes. token_bytes: cache bytes per token and layer."""
         return self.rows * sum(self.slots) * token_bytes
 
-    def holds(self, other: SlotShape) -> bool:
-        """Return whether a cache of this shape has room for all rows that fit a cache of shape `other`."""
-        return (
-            self.rows >= other.rows
-            and self.prompt_tokens >= other.prompt_tokens
-            and self.max_new_tokens >= other.max_new_tokens
-            and self.schedule.covers(other.schedule)
-        )
-
 
 class PrefixKeys:
     """Holds the keys and values of a shared prefix, for each layer: [1, KV heads, tokens, head size]."""
@@ -179,21 +170,12 @@ class SkipCache:
             for buffer in (buffer for pair in self.buffers if pair is not None for buffer in pair):
                 buffer[targets, :, : self._width] = buffer[sources, :, : self._width]
 
-    def copy_rows(self, other: SkipCache, rows: Sequence[int]) -> None:
-        """Copy `rows` of `other`, a cache of the same model, to this cache's first rows. All their tokens must fit."""
-        self._width = other._width
-        for layer, (new, old) in enumerate(zip(self.buffers, other.buffers, strict=True)):
-            if new is not None and old is not None:
-                width = min(self._width, self.slots[layer], other.slots[layer])
-                for target, source in zip(new, old, strict=True):
-                    target[: len(rows), :, :width] = source[list(rows), :, :width]
-
 
 def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
     """Return the indices of the `alive` rows, ordered so that few rows get a new index.
 
-    ages: one value per row. Adjacent rows with equal values (same schedule and position) form a group. The groups keep
-    their order. Within a group, each row that can keep its index keeps it, and the others fill the gaps.
+    ages: one value per row. Adjacent rows with equal values (the same position) form a group. The groups keep their
+    order. Within a group, each row that can keep its index keeps it, and the others fill the gaps.
     """
     order: list[int] = []
     for _, group in groupby(range(len(ages)), ages.__getitem__):

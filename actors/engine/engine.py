@@ -8,8 +8,6 @@
 Module `loop` decides when rows are admitted. The engine takes and returns token ids, not text.
 Rows are ordered oldest first. The depth of a row (how many layers run) never rises from token to token, so each layer
 runs for the youngest rows, which are one contiguous slice. In the paper's lock-step batch all rows have the same age.
-Rows with different schedules share decode steps too. Rows are then sorted by the depth of their next input token, with
-the deepest row last.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Engine:
 
     Args:
         decoder: The model.
-        schedule: Schedule for requests that set none.
+        schedule: The schedule of all rows.
         stop_ids: Tokens that end a row.
         cumulative_logprob: Whether completions hold the sum of their tokens' log-probabilities.
 
@@ -71,13 +69,8 @@ class Engine:
         )
         self._shape = SlotShape(schedule, 0, 0, 0)
 
-    def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
-        """Return the exact cache bytes of a slot for at most `prompt_tokens` and `max_new_tokens` tokens.
-
-        schedule: see `open`.
-        """
-        if schedule is not None:
-            return SlotShape(schedule, 1, prompt_tokens, max_new_tokens).bytes(self.decoder.token_bytes)
+    def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Return the exact cache bytes of a slot for at most `prompt_tokens` and `max_new_tokens` tokens."""
         return self._row_bytes(prompt_tokens, max_new_tokens)
 
     def at(self, schedule: Schedule) -> Engine:
@@ -93,22 +86,13 @@ class Engine:
         return stats
 
     @torch.inference_mode()
-    def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
-        """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens.
-
-        While rows are in flight, slots that are large enough are kept. Otherwise the rows in flight are copied to the
-        first of the new slots. Both caches are in memory during the copy.
-
-        schedule: must run every layer that a row's own schedule runs at the same position; None: the engine's schedule.
-        """
-        shape = SlotShape(schedule or self.schedule, rows, prompt_tokens, max_new_tokens)
-        assert rows >= len(self.rows)
-        if not self.rows or not self._shape.holds(shape):
-            self.executor.open(shape, [row.slot for row in self.rows])
-            self._shape, self._free = shape, [*reversed(range(rows))]
-            for row in self.rows:
-                row.slot = self._free.pop()
-            self.stats.cache_bytes = max(self.stats.cache_bytes, shape.bytes(self.decoder.token_bytes))
+    def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Allocate slots for `rows` rows in flight, each with at most `prompt_tokens` and `max_new_tokens` tokens."""
+        assert not self.rows, "rows are in flight"
+        self._shape = SlotShape(self.schedule, rows, prompt_tokens, max_new_tokens)
+        self.executor.open(self._shape)
+        self._free = [*reversed(range(rows))]
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self._shape.bytes(self.decoder.token_bytes))
         self.stats.batches += 1
 
     @torch.inference_mode()
@@ -116,15 +100,14 @@ class Engine:
         """Run prefill over the prompts and sample each row's first token. Return one ticket (row number) per request.
 
         A prompt that several requests share is computed once. Other rows may be in flight; the admitted rows become the
-        youngest. A row that ends with its first token is returned by the next `retire` or `step`. The requests'
-        schedules must run the same layers over prompts. prefix: token ids with which all prompts begin.
+        youngest. A row that ends with its first token is returned by the next `retire` or `step`. prefix: token ids
+        with which all prompts begin.
         """
         began = time.perf_counter()
         shape = self._shape
         assert len(self.rows) + len(requests) <= shape.rows, "more rows than open() allocated for"
         newcomers = [self._begin(request) for request in requests]
-        layers = newcomers[0].schedule.prompt_layers
-        assert all(row.schedule.prompt_layers == layers for row in newcomers), "prompts of different layers"
+        layers = self.schedule.prompt_layers
         numbers: dict[tuple[int, ...], int] = {}  # each distinct prompt -> its index
         sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
         prompts = list(numbers)
@@ -151,7 +134,6 @@ class Engine:
             context_length=decoder.context_length,
             vocab_size=decoder.vocab_size,
             stop_ids=self.stop_ids,
-            schedule=self.schedule,
         )
         row.slot = self._free.pop()
         return row
@@ -159,14 +141,9 @@ class Engine:
     def close(self) -> None:
         """Drop all rows in flight and all slots. Subtract the dropped rows' decode steps from the counts."""
         for row in self.rows:
-            self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
+            self.stats.add_steps(self.schedule, -max(len(row.tokens) - 1, 0))
         self.rows = []
         self.executor.open(None)
-
-    def cancel(self, tickets: Collection[int]) -> None:
-        """Remove the rows with these tickets, and drop the tokens that they have generated."""
-        if self.rows:
-            self._keep([row.ticket not in tickets for row in self.rows])
 
     @torch.inference_mode()
     def step(self) -> Ended:
@@ -175,9 +152,7 @@ class Engine:
         ended = self.retire()
         rows = self.rows
         if rows:
-            # sort by depth again: a row with a faster schedule may now have fewer layers to run than a row before it
-            rows.sort(key=lambda row: row.schedule.depth(row.position))
-            depths = [row.schedule.depth(row.position) for row in rows]
+            depths = [self.schedule.depth(row.position) for row in rows]
             record(rows, self._sampled([len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]))
             stats.decode_steps += len(rows)  # counted only now, so that a step that runs out of memory does not count
             stats.layer_steps += sum(depths)
@@ -208,7 +183,7 @@ class Engine:
         slots = [row.slot for row in left]
         self._free += slots
         self.executor.free(slots)
-        order = compaction([(id(row.schedule), row.position) for row in self.rows], alive)
+        order = compaction([row.position for row in self.rows], alive)
         self.rows = [self.rows[index] for index in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in left)
         return left

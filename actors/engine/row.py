@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from actors.engine.constraints.constraint import AllowedTokens
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling
-from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, TokenLogprob
 
 
@@ -21,7 +20,6 @@ class Row:
     limit: int  # maximum number of new tokens
     sampling: RowSampling
     stop_ids: frozenset[int]  # tokens that end the row
-    schedule: Schedule  # layers that run at each position
     progress: AllowedTokens | None = None  # state of the answer format (constraint) after the tokens so far
     position: int = -1  # index t of the generated token that is the next decode step's input; -1: no token yet
     tokens: list[int] = field(default_factory=list)
@@ -88,21 +86,18 @@ class Row:
         return finish
 
 
-def begin_row(
-    request: Request, ticket: int, *, context_length: int, vocab_size: int, stop_ids: frozenset[int], schedule: Schedule
-) -> Row:
+def begin_row(request: Request, ticket: int, *, context_length: int, vocab_size: int, stop_ids: frozenset[int]) -> Row:
     """Build the row for a request.
 
     Args:
         vocab_size: Number of logits. Penalties ignore prompt tokens with ids >= vocab_size, which have no logit.
         stop_ids: The model's end tokens.
-        schedule: Used if the request sets no schedule.
     """
     have_logits = (token for token in request.prompt_ids if token < vocab_size)  # read only with a repetition penalty
     sampling = RowSampling.begin(request.sampling, request.key, have_logits)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
-    row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)
+    row = Row(request, ticket, limit, sampling, ends)
     if request.constraint is not None:
         row.progress = sampling.allowed = request.constraint.begin()
     elif request.sampling.min_new_tokens > 0:

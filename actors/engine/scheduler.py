@@ -26,7 +26,6 @@ class Run:
 
     rows: list[int]  # indices of the requests, in order of admission
     capacity: int  # maximum number of rows in flight
-    apart: bool = False  # whether memory has run out before; if so, rows of other runs must not share the slots
 
 
 def plan_batches(

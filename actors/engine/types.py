@@ -146,7 +146,6 @@ class Request:
     key: int = 0  # 64-bit key that alone determines the row's random numbers
     ending: StopStrings | None = None  # the row's stop strings
     constraint: Constraint | None = None  # required format of the answer: a list of labels, or a grammar
-    schedule: Schedule | None = None  # None: the engine's schedule; else its keep_order must be the engine's
 
     def new_tokens_limit(self, context_length: int) -> int:
         """Return the maximum number of new tokens: `max_new_tokens`, or the room left in the context if that is less.

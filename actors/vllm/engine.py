@@ -331,7 +331,6 @@ class VllmEngine:
                     context_length=self.context_length,
                     vocab_size=self.vocab_size,
                     stop_ids=self.stop_ids,
-                    schedule=self.schedule,
                 )
                 self.vllm.add_request(str(ticket), tokens_input(list(request.prompt_ids)), self._params(request, row))
             except ValueError as error:
@@ -395,7 +394,7 @@ class VllmEngine:
             stats.padded_prompt_tokens += len(row.request.prompt_ids) - cached
             stats.shared_prompt_tokens += cached
             stats.generated_tokens += len(row.tokens)
-            stats.add_steps(row.schedule, max(len(row.tokens) - 1, 0))
+            stats.add_steps(self.schedule, max(len(row.tokens) - 1, 0))
         done = row.completion(self.cumulative_logprob)
         if done.finish_reason == FinishReason.ERROR and done.error is None:
             return replace(done, error="vLLM ended the row before its answer was complete")

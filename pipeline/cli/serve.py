@@ -20,7 +20,7 @@ def serve(
         Path | None, typer.Argument(metavar="[SERVE.yaml]", help="The serving file; not needed with --model.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="Checkpoint to serve (model.path).")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port (http.port); default 8000.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port (port); default 8000.")] = None,
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
@@ -34,7 +34,7 @@ def serve(
         values = {} if file is None else load_values(file)
         if {"input", "output"} <= values.keys():
             raise UserError(f"{file}: this is a job file; answer its rows with `skipdecode run`")
-        options = {"model.path": model, "http.port": port}
+        options = {"model.path": model, "port": port}
         given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
         config = validated(ServeConfig, changed(values, [*given, *(changes or [])]), str(file or "serve"))
         advice.file = str(file or "")

@@ -23,9 +23,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import types
 
-from actors.engine.constraints.output_format import KINDS as FORMATS
 from actors.engine.errors import UserError
-from actors.openai_answers import completion_body, error_body
+from actors.openai_answers import response
 from pipeline.commit.sink import PARTS_AT_ONCE, part_name
 from pipeline.config.job import RESULT_NAMES, JobConfig
 from pipeline.input.schema import rebuilt
@@ -173,23 +172,15 @@ def batch_lines(part: bytes, shard: Shard, fingerprint: str, created: int, model
         requests[-1].append(row)
     lines = []
     for row_number, samples in enumerate(requests, shard.first_row):
-        # not every sample with an error is a failure: a cut-off answer is a result
-        first = next((sample for sample in samples if sample["finish_reason"] == "error"), samples[0])
+        first = samples[0]
         key = hashlib.sha256(f"{fingerprint}\0{shard.url}\0{row_number}".encode()).hexdigest()[:24]
-        body: Mapping[str, Any]
-        if first["finish_reason"] != "error":
-            name, status, job = RESULTS, 200, f"fp_{fingerprint[:10]}"
-            body = completion_body(first["url"], samples, key=key, created=created, model=model, job=job)
-        else:
-            # an invalid request has no prompt tokens, or its format fails while it is answered
-            is_request = not first["prompt_tokens"] or first["error"].partition(": ")[0] in FORMATS
-            name, status = ERRORS, 400 if is_request else 500
-            names_row = first["id"] is not None or first["error"].endswith(", counted from 0)")  # see text_files.py
-            where = "" if names_row else f"row {row_number} of {shard.url}: "
-            body = error_body(f"{where}{first['error']}", status)
-        response = {"status_code": status, "request_id": f"req_{key}", "body": body}
-        line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": response, "error": None}
-        lines.append((name, _line(line)))
+        named = {"key": key, "created": created, "model": model, "job": f"fp_{fingerprint[:10]}"}
+        names_row = first["id"] is not None or (first["error"] or "").endswith(", counted from 0)")  # see text_files.py
+        where = "" if names_row else f"row {row_number} of {shard.url}: "
+        status, body = response(first["url"], samples, where=where, **named)
+        answer = {"status_code": status, "request_id": f"req_{key}", "body": body}
+        line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": answer, "error": None}
+        lines.append((RESULTS if status == 200 else ERRORS, _line(line)))
     return lines
 
 

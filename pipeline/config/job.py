@@ -121,7 +121,7 @@ class ScheduleConfig(Section):
 
 
 class RunScheduleConfig(ScheduleConfig):
-    """The schedule of a job, or of a server's requests that name no `speed`."""
+    """The schedule of a job or of a server."""
 
     unadapted: bool = Field(
         False, description="allow a schedule that the checkpoint was not trained for; the answers may be ruined"

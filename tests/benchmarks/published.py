@@ -33,7 +33,7 @@ from real_model import ADAPTER, FOLDER, GGUF, make_model
 from workloads import Workload
 
 from actors.answers import Prompt
-from actors.engine.model.loading import read_config
+from actors.engine.model.loading import inspect, read_config, with_adapter
 from actors.engine.scheduler import common_length
 from actors.generator import Generator
 
@@ -56,11 +56,12 @@ class Ours:
         self.of_1x = {name: self._load(kind) for name, kind in weights.items()}
         fast: dict[str, Any] = {"schedule": {"speedup": 2.0}, "speed_adapter": str(ADAPTER)}
         adapted = {name: self._load(kind, **fast) for name, kind in weights.items()}
+        trained = with_adapter(inspect(str(MODEL)), str(ADAPTER))
         self.engines = {}
         for name, one in adapted.items():
             self.engines[f"engine 1x{name}"] = self.of_1x[name]
             for speed in (2, 3):
-                self.engines[f"engine {speed}x{name}"] = one.at(one.schedule_at(speed))
+                self.engines[f"engine {speed}x{name}"] = one.at(trained.schedule({"speedup": speed}))
 
     def _load(self, weights: str | None, **more: Any) -> Generator:
         chosen = {"schedule": {"speedup": 1.0}, **more}
@@ -106,7 +107,7 @@ def compare(ours: Ours, workload: Workload, options: argparse.Namespace, checkpo
     ceilings = measure(torch.bfloat16)
     shortest = least(
         [(len(prompt), new) for prompt, new in zip(workload.prompts, workload.new, strict=True)],
-        ours.of_1x[""].schedule_at(1.0),
+        ours.of_1x[""].schedule,
         Shape.of(read_config(MODEL)),
         ceilings,
         torch.bfloat16.itemsize,

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -442,14 +442,14 @@ def test_bfloat16_and_int8_with_emulated_instructions(tmp_path: Path) -> None:
 
 @builds
 @torch.inference_mode()
-def test_slots_take_the_memory_of_the_last_ones_unless_rows_are_still_in_it() -> None:
+def test_slots_take_the_memory_of_the_last_ones_unless_it_is_far_too_large() -> None:
     decoder = fastest_decoder(tiny_model("llama"))
     assert isinstance(decoder, StackDecoder)
     executor = CpuExecutor(decoder)
     schedule = ScheduleSpec().build(decoder.num_layers)
 
-    def keys(rows: int, held: Sequence[int] = ()) -> torch.Tensor:
-        executor.open(SlotShape(schedule, rows, 5, 8), held)
+    def keys(rows: int) -> torch.Tensor:
+        executor.open(SlotShape(schedule, rows, 5, 8))
         found: torch.Tensor = executor._cache.layers[0][0]
         return found
 
@@ -457,11 +457,9 @@ def test_slots_take_the_memory_of_the_last_ones_unless_rows_are_still_in_it() ->
     executor.open(None)
     again = keys(3)  # leaves less than half of it unused
     assert again.data_ptr() == first.data_ptr()
-    executor.prefill([(3, 4), (5, 6, 7)], [0, 1], [0, 1], (), range(decoder.num_layers))
-    wider = keys(4, held=[0, 1])
-    assert wider.data_ptr() != first.data_ptr() and torch.equal(wider[1, :, :3], again[1, :, :3])
     before = executor._memory
-    assert keys(1).data_ptr() != wider.data_ptr() and 4 * len(executor._memory) == len(before)
+    keys(1)
+    assert 4 * len(executor._memory) == len(before)
 
 
 @settings(max_examples=25, deadline=None)

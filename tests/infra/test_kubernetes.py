@@ -15,14 +15,12 @@ import pytest
 import yaml
 from infra_files import INFRA, KUBERNETES, document, documents, kuberay_schema, misspelt, parse_ray, parse_run
 from jsonschema import ValidationError as SchemaError
-from ray._common.utils import import_attr
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.dashboard.modules.job import job_supervisor
 from ray.serve.schema import ServeDeploySchema
 
 from pipeline.config.job import JobConfig
-from pipeline.config.load import load_config, parse_yaml, validated
-from pipeline.config.serve import ServeConfig
+from pipeline.config.load import load_config
 
 CRON, RAYJOB, NAME = "kubernetes-labelling-cronjob.yaml", "kuberay-rayjob.yaml", "skipdecode-labelling"
 RAYSERVICE = "kuberay-rayservice.yaml"
@@ -209,38 +207,33 @@ def deployed() -> ServeDeploySchema:
 def test_the_rayservice_is_valid() -> None:
     schema = kuberay_schema("RayService", properties=SERVICE_FIELDS, required=["serveConfigV2", "rayClusterConfig"])
     schema.validate(service())
-    kubernetes_validate.validate(document(RAYSERVICE, "ConfigMap"), KUBERNETES, strict=True)
 
 
-def test_the_application_exists_and_its_settings_are_mounted() -> None:
+def test_the_application_is_ray_serve_llm_with_the_arguments_of_the_recipe() -> None:
     (application,) = deployed().applications
-    assert callable(import_attr(application.import_path))
-    file = Path(application.args["config"])  # type: ignore[index]
-    settings = document(RAYSERVICE, "ConfigMap")
-    config = validated(ServeConfig, parse_yaml(settings["data"][file.name]), file.name)
+    assert application.import_path == "ray.serve.llm:build_openai_app"
+    (config,) = application.args["llm_configs"]  # type: ignore[index]
+    arguments, recipe = (
+        config["engine_kwargs"],
+        (INFRA.parent / "configs" / "recipes" / "vllm" / "ray_serve_llm.py").read_text(),
+    )
+    assert all(f'"{name}": "{arguments[name]}"' in recipe for name in ("worker_cls", "scheduler_cls"))
+    section = arguments["additional_config"]["skipdecode"]
+    assert list(section) == re.findall(r'"(\w+)": ', recipe.partition('"skipdecode": {')[2].partition("}")[0])
     cluster = service()["spec"]["rayClusterConfig"]
     (worker,) = cluster["workerGroupSpecs"]
+    scaling = config["deployment_config"]["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (worker["minReplicas"], worker["maxReplicas"])
+    assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     for pod in (cluster["headGroupSpec"]["template"]["spec"], worker["template"]["spec"]):
         (container,) = pod["containers"]
-        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
-        (volume,) = (one for one in pod["volumes"] if "configMap" in one)
-        assert mounts[volume["name"]] == str(file.parent)
-        assert volume["configMap"]["name"] == settings["metadata"]["name"]
-        assert config.http.api_key_env in [one["name"] for one in container["env"]]
+        folders = {Path(section["speed_adapter"]).parent, Path(config["model_loading_config"]["model_source"]).parent}
+        (mount,) = (one for one in container["volumeMounts"] if {Path(one["mountPath"])} == folders)
+        assert mount["name"] in [one["name"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
+        assert container["image"].endswith("-vllm")
         assert pod["securityContext"]["runAsNonRoot"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert deployed().http_options.port == config.http.port
-    assert (config.replicas.min, config.replicas.max) == (worker["minReplicas"], worker["maxReplicas"])
-    limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert config.replicas.gpus == float(limits["nvidia.com/gpu"])
     assert cluster["authOptions"]["mode"] == "token"
-
-
-def test_no_key_is_in_the_file_and_the_images_are_those_of_the_jobs() -> None:
-    text = (INFRA / RAYSERVICE).read_text()
-    assert "secretKeyRef" in text and "Bearer" not in text
-    images = set(re.findall(r"image: (\S+)", text))
-    assert images == set(re.findall(r"image: (\S+)", (INFRA / RAYJOB).read_text()))
 
 
 def cluster() -> dict[str, Any]:

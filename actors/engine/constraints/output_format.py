@@ -12,7 +12,7 @@ from actors.engine.constraints.json_schema import for_grammar, overlap
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
-KEPT_CHARACTERS = 2**16  # formats with more characters are not cached, because a server's clients may send many
+KEPT_CHARACTERS = 2**16  # formats with more characters are not cached, because rows may have many
 # white space in JSON answers is that of Python's json.dumps; with free white space, a model may write it without end
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 

@@ -185,13 +185,6 @@ class _Slots:
         self.layers = [part.view(size) if len(part) else None for part, size in zip(parts, sizes, strict=True)]
         self.table = buffer_table(self.layers)
 
-    def copy_rows(self, other: _Slots, rows: Sequence[int]) -> None:
-        """Copy `rows` of another cache of the same model to rows 0, 1, … of this cache."""
-        for new, old in zip(self.layers, other.layers, strict=True):
-            if new is not None and old is not None:
-                width = min(new.shape[3], old.shape[3])
-                new[:, : len(rows), :, :width] = old[:, list(rows), :, :width]
-
 
 class CpuExecutor(LibraryExecutor):
     """Runs the CPU kernels of a `StackDecoder`. All slots of the KV cache are in one allocation.
@@ -203,9 +196,9 @@ class CpuExecutor(LibraryExecutor):
     decoder: StackDecoder
     _memory = torch.empty(0)
 
-    def _allocated(self, shape: SlotShape, *, fresh: bool) -> _Slots:
+    def _allocated(self, shape: SlotShape) -> _Slots:
         total = shape.bytes(self.decoder.token_bytes) // self.decoder.dtype.itemsize
-        if fresh or not total <= len(self._memory) < 2 * total:
+        if not total <= len(self._memory) < 2 * total:
             self._memory = torch.empty(0)  # free the old memory before new memory is allocated
             self._memory = torch.empty(total, dtype=self.decoder.dtype)
         return _Slots(shape, self.decoder, self._memory[:total])

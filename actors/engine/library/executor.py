@@ -28,24 +28,14 @@ class LibraryExecutor:
         self._rows: list[int] = []  # slot number of each row of the cache; -1: the cache row is free
         self._prefix: tuple[object, Any] | None = None
 
-    def open(self, shape: SlotShape | None, held: Sequence[int] = ()) -> None:
-        """Replace all slots by new slots, or drop all slots.
-
-        Args:
-            shape: Shape of the new slots; None: drop all slots (the CPU executor keeps their memory for reuse).
-            held: Slots of the rows in flight. They are copied to the new slots 0, 1, …
-        """
-        earlier, before = (self._cache if held else None), self._rows
+    def open(self, shape: SlotShape | None) -> None:
+        """Replace all slots by new slots of `shape`; None: drop all slots (the CPU executor keeps their memory)."""
         self._cache, self._shape, self._rows = None, shape, []
-        if shape is None:
-            return
-        self._cache = self._allocated(shape, fresh=bool(held))
-        self._rows = [*range(len(held)), *[-1] * (shape.rows - len(held))]
-        if held:
-            self._cache.copy_rows(earlier, [before.index(slot) for slot in held])
+        if shape is not None:
+            self._cache, self._rows = self._allocated(shape), [-1] * shape.rows
 
-    def _allocated(self, shape: SlotShape, *, fresh: bool) -> Any:
-        """Return a new cache. fresh: whether it must not reuse the old cache's memory: rows are copied from it."""
+    def _allocated(self, shape: SlotShape) -> Any:
+        """Return a new cache."""
         decoder = self.decoder
         return SkipCache(
             shape,

@@ -9,7 +9,7 @@ for every earlier token of that row: no layer's KV cache has a hole, and nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -116,14 +116,6 @@ class Schedule:
         steps = generated_tokens - 1
         return self.layer_steps(steps) / steps if steps > 0 else None
 
-    def covers(self, other: Schedule) -> bool:
-        """Return whether this schedule runs, at every position, all layers that `other` runs there."""
-        if self is other:
-            return True
-        longest = max(len(self.depths), len(other.depths))
-        deeper = all(self.depth(position) >= other.depth(position) for position in range(longest))
-        return deeper and self.keep_order == other.keep_order
-
     def to_dict(self) -> dict[str, Any]:
         """Return the values that determine which layers run, for example for a job's fingerprint."""
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "speedup"}
@@ -217,22 +209,6 @@ class ScheduleSpec:
         if any(changes.get(key) is not None for key in depth_keys):
             base = replace(self, speedup=None, max_depth=None, min_depth=None, depths=None)
         return replace(base, **changes)
-
-
-def envelope(schedules: Collection[Schedule]) -> Schedule:
-    """Return a schedule that runs, at each position, all layers that any of `schedules` runs there.
-
-    Raises UserError if the schedules have different layer orders (keep orders).
-    """
-    first = next(iter(schedules))
-    for one in schedules:
-        if all(one.covers(other) for other in schedules):
-            return one
-    if any((one.keep_order, one.warmup) != (first.keep_order, first.warmup) for one in schedules):
-        raise UserError("requests whose schedules have different keep orders cannot share a cache: use one keep order")
-    longest = max(len(one.depths) for one in schedules)
-    depths = tuple(max(one.depth(position) for one in schedules) for position in range(longest))
-    return Schedule(first.num_layers, depths, first.keep_order, first.warmup)
 
 
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:

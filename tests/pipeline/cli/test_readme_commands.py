@@ -9,14 +9,13 @@ import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx2
 import pytest
-from http_server import listening
+from served import served
 from shown_commands import README_FILES, ROOT, blocks, commands_of_example, run_commands
 
-from actors.serving.http import Limits, create_app
 from pipeline import serve as server
 from pipeline.config.serve import ServeConfig
+from pipeline.plan.hardware import Hardware
 from pipeline.serve import plan_server
 
 HERE = "tests/pipeline/cli/test_readme_commands.py"
@@ -102,10 +101,9 @@ def test_a_server_answers_the_request(monkeypatch: pytest.MonkeyPatch, example: 
     run_commands([serve])
     _, url, header, kind, data, body = shlex.split(curl)
     assert (header, kind, data) == ("-H", "Content-Type: application/json", "-d")
-    assert f"127.0.0.1:{given[0].http.port}" == urlsplit(url).netloc
-    model = plan_server(given[0], on_this_machine=True).load()
-    with listening(create_app(model, Limits())) as here:
-        reply = httpx2.post(f"{here}{urlsplit(url).path}", content=body, headers={"Content-Type": "application/json"})
+    assert f"127.0.0.1:{given[0].port}" == urlsplit(url).netloc
+    with served(plan_server(given[0], Hardware())) as here:
+        [reply] = here.ask({"url": urlsplit(url).path, "content": body})
     assert reply.status_code == 200, reply.text
     assert "Alimentum" in reply.json()["choices"][0]["text"]
 

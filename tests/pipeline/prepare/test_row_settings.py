@@ -169,7 +169,7 @@ def test_parameters_have_the_names_of_this_program() -> None:
         (
             TEXT,
             {"prompt": 5},
-            "body: prompt must be one text or one list of token ids; a batch file needs one line for each prompt, a",
+            "body: prompt must be one text or one list of token ids: send one line or request for each prompt",
         ),
         (TEXT, {"prompt": [1, True]}, "body: prompt must be one text or one list of token ids"),
         (TEXT, {"prompt": "a", "messages": MESSAGES}, "body: messages is not supported"),
