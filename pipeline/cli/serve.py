@@ -20,7 +20,7 @@ def serve(
         Path | None, typer.Argument(metavar="[SERVE.yaml]", help="The serving file; not needed with --model.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="Checkpoint to serve (model.path).")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port (port); default 8000.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port; default 8000.")] = None,
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
