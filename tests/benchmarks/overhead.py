@@ -41,6 +41,7 @@ import yaml
 from actors.engine.model.loading import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
+Rounds = list[dict[str, Any]]  # for each round, the figures by system or schedule
 WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "by", "with", "as", "from", "his", "at")
 PROMPT_WORDS, NEW_TOKENS = (16, 256), (8, 128)  # lengths of prompts and answers: log-uniform
 CONTEXT = 1024
@@ -167,7 +168,8 @@ def ray_data_llm(given: argparse.Namespace, folder: Path) -> None:
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
+    cpus = max(8, os.cpu_count() or 1)  # for its actors and tasks; with two it would wait for ever
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
     on_cpu = {} if given.gpus else {"placement_group_config": {"bundle_per_worker": {"CPU": 1}}}
     config = vLLMEngineProcessorConfig(
         model_source=str(given.model),
@@ -251,8 +253,8 @@ def command(given: argparse.Namespace, folder: Path, *parts: str) -> float:
     return time.perf_counter() - began
 
 
-def compare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the systems in turn. Return each round's figures by system."""
+def compare(given: argparse.Namespace, folder: Path, rounds: Rounds, save: Callable[[], None]) -> None:
+    """Run the systems in turn. Add each round's figures to `rounds`, and call `save` after each run."""
     write_rows(folder, given.rows)
     systems: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
         JOB: by_job,
@@ -260,14 +262,13 @@ def compare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         BENCH: by_bench,
         RAY: partial(by_program, RAY),
     }
-    rounds: list[dict[str, Any]] = []
     names = [name for name in given.systems if name != RAY or find_spec("ray")]
     for number in range(given.rounds):
         rounds.append({})
         for name in names[number % len(names) :] + names[: number % len(names)]:  # no system is always the first
             one = rounds[-1][name] = systems[name](given, folder)
             print(f"  round {number + 1}: {name}: {one}", file=sys.stderr, flush=True)
-    return {"rounds": rounds}
+            save()
 
 
 def label_rows(folder: Path, count: int) -> Path:
@@ -282,8 +283,8 @@ def label_rows(folder: Path, count: int) -> Path:
     return folder / "labels.parquet"
 
 
-def label_speeds(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the labels job at each schedule, in turn. The first runs only find how many rows take the asked seconds."""
+def label_speeds(given: argparse.Namespace, folder: Path, rounds: Rounds, save: Callable[[], None]) -> None:
+    """Run the labels job at each schedule, as `compare` does. First runs find how many rows take the asked seconds."""
     categories = str(ROOT.parent / "shared/data/banking77/categories.json")
 
     def seconds(schedule: str, count: int) -> dict[str, Any]:
@@ -302,10 +303,14 @@ def label_speeds(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for schedule in reversed(LABELS_SCHEDULES):  # 1x last; each compiles its layers for all later runs
         took = seconds(schedule, count)["generate_seconds"]
     count = round(count * given.seconds / took)
-    return {"rounds": [{name: seconds(name, count) for name in LABELS_SCHEDULES} for _ in range(given.rounds)]}
+    for _ in range(given.rounds):
+        rounds.append({})
+        for name in LABELS_SCHEDULES:
+            rounds[-1][name] = seconds(name, count)
+            save()
 
 
-def table(rounds: list[dict[str, Any]]) -> str:
+def table(rounds: Rounds) -> str:
     """Return medians by system; in brackets the median of the rounds' ratios to `LLM.generate`."""
     lines = ["| | running, tokens/s | whole command, tokens/s |", "|---|---:|---:|"]
     for name in rounds[0]:
@@ -321,7 +326,7 @@ def table(rounds: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def label_table(rounds: list[dict[str, Any]], layers: int) -> str:
+def label_table(rounds: Rounds, layers: int) -> str:
     """Return the actor's seconds, the speed-up against 1x and the ideal speed-up."""
     seconds = {name: statistics.median(one[name]["generate_seconds"] for one in rounds) for name in LABELS_SCHEDULES}
     one, full = seconds["one layer"], seconds["1x"]
@@ -333,7 +338,7 @@ def label_table(rounds: list[dict[str, Any]], layers: int) -> str:
     return "\n".join(lines)
 
 
-def plot(rounds: list[dict[str, Any]], file: Path) -> None:
+def plot(rounds: Rounds, file: Path) -> None:
     """Draw tokens a second by system as SVG: a bar for the median, a line for each round; running and whole command."""
     names, left, wide, high = list(rounds[0]), 170, 260, 26
     parts = []
@@ -383,20 +388,25 @@ def main() -> None:
 
         given.model = folder / given.shape
         write_unfilled(given.shape, given.model)
+    rounds: Rounds = []
     found = {
         "command": shlex.join(["python", *sys.argv]),
         "device": device(given),
         "versions": {name: import_module(name).__version__ for name in ("vllm", "ray", "torch") if find_spec(name)},
-        **(label_speeds if given.labels else compare)(given, folder.resolve()),
+        "rounds": rounds,
     }
     name = "labels" if given.labels else "overhead"
-    (given.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    def save() -> None:
+        (given.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    (label_speeds if given.labels else compare)(given, folder.resolve(), rounds, save)
     layers = json.loads((Path(given.model) / "config.json").read_text())["num_hidden_layers"]
-    text = label_table(found["rounds"], layers) if given.labels else table(found["rounds"])
+    text = label_table(rounds, layers) if given.labels else table(rounds)
     (given.out / f"{name}.md").write_text(text + "\n")
     print(text)
     if not given.labels:
-        plot(found["rounds"], given.out / f"{name}.svg")
+        plot(rounds, given.out / f"{name}.svg")
 
 
 def device(given: argparse.Namespace) -> str:
