@@ -36,6 +36,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import real_data
 import yaml
 
 from actors.engine.model.loading import load_tokenizer
@@ -273,8 +274,6 @@ def compare(given: argparse.Namespace, folder: Path, rounds: Rounds, save: Calla
 
 def label_rows(folder: Path, count: int) -> Path:
     """Write Banking77's test questions, each after similar training questions."""
-    import real_data
-
     real_data.EXAMPLES = EXAMPLES
     known, asked = (real_data.read(f"banking77/{split}") for split in ("train", "test"))
     random.Random(real_data.SEED).shuffle(asked)
@@ -285,7 +284,7 @@ def label_rows(folder: Path, count: int) -> Path:
 
 def label_speeds(given: argparse.Namespace, folder: Path, rounds: Rounds, save: Callable[[], None]) -> None:
     """Run the labels job at each schedule, as `compare` does. First runs find how many rows take the asked seconds."""
-    categories = str(ROOT.parent / "shared/data/banking77/categories.json")
+    categories = str((real_data.DATA / "banking77/categories.json").resolve())
 
     def seconds(schedule: str, count: int) -> dict[str, Any]:
         values = job_values(given, label_rows(folder, count), folder / "answers", choices=categories)
