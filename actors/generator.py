@@ -31,7 +31,6 @@ from actors.engine.machine import set_threads
 from actors.engine.model.loading import inspect, load_tokenizer, with_adapter
 from actors.engine.model.weights import ITEM_BYTES
 from actors.engine.schedule.schedule import Schedule
-from actors.engine.scheduler import constant_prefix
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, Request, SamplingParams
 from actors.requests import RequestBuilder
 
@@ -250,7 +249,7 @@ class Generator:
         if taken := sorted(kept.keys() & answer_types(added).keys()):
             raise UserError(f"the batch has a column {taken[0]!r}, which is the name of an answer column: rename it")
         prompts = [self.builder.prompt(value) for value in (kept[name] if is_dict else kept[name].to_pylist())]
-        answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
+        answers = self.answer(prompts)
         rows = [answer.row for answer in answers]
         columns: dict[str, Any] = answer_columns(answers, added)
         if not is_dict:
@@ -265,25 +264,22 @@ class Generator:
     def answer(
         self,
         prompts: Sequence[Prompt],
-        prefix: Sequence[int] = (),
         on_batch: Callable[[Sequence[int]], None] | None = None,
     ) -> list[Answer]:
         """Answer each row `n` times; return the answers in row order. A row that fails has one answer, with the error.
 
         Args:
             prompts: The rows.
-            prefix: Token ids with which most prompts begin; their keys and values are computed once.
             on_batch: Called before each batch, with the indices of the rows that may be in flight until the next call
                 of `on_batch`. At the end, `on_batch` is called without rows.
         """
-        work = self.begin(prompts, prefix, on_batch)
+        work = self.begin(prompts, on_batch)
         self.run(work)
         return self.finish(work)
 
     def begin(
         self,
         prompts: Sequence[Prompt],
-        prefix: Sequence[int] = (),
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> RowsAtWork:
@@ -310,7 +306,7 @@ class Generator:
             assert on_batch is not None
             on_batch(sorted({owners[index] for index in indices}))
 
-        call = self.calls.add(requests, prefix, None if on_batch is None else report, on_drain)
+        call = self.calls.add(requests, None if on_batch is None else report, on_drain)
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:

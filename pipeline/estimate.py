@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import heapq
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,9 +43,11 @@ from pipeline.planned import PlannedJob, generator_arguments, plan
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce, announced
+from pipeline.runtime.isolated import Died
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import open_folder
 
+log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 120.0  # time limit for the sample at all speeds together; starts when the first model is loaded
 SAMPLE_SHARE = 0.01  # share of the job's rows in the sample; each actor gets at least two batches
 LEAST_ROWS = 64  # minimum number of rows to give each actor at each speed
@@ -108,12 +111,12 @@ def estimate(
         places = sample_places(left)
         spec = prompt_spec(job.config, job.checkpoint, batching.planned)
         with announced(f"preparing {sum(place.rows for place in places):,} rows"):
-            inputs = (places, manifest.files, manifest.schema, job.config.storage, spec)
-            found = backend.call_isolated(read_prompts, *inputs)
+            found = _prepared(backend, places, manifest.files, manifest.schema, job.config.storage, spec)
         good = [prompt for prompt in found if prompt.error is None]
         errors = [prompt.error for prompt in found if prompt.error is not None]
         if not good:
-            raise UserError(f"none of {len(found):,} sampled rows can be answered; the first error: {errors[0]}")
+            first = errors[0] if errors else "each sample killed the process that prepared it"
+            raise UserError(f"none of {len(found):,} sampled rows can be answered; the first error: {first}")
         speeds, chosen = schedules(job), name_of(job.schedule)
         before = time.monotonic()
         with ExitStack() as stack:
@@ -156,7 +159,6 @@ def estimate(
             "median": float(np.median(lengths)),
             "most": max(lengths),
             "rows": len(lengths),
-            "shared_prefix": len(batching.prefix),
         },
         "row_errors": {"sampled": len(found), "errors": len(errors), "first": errors[0] if errors else ""},
         "batching": {
@@ -196,6 +198,18 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
     check_same_job(folder, stored, job.manifest)
     done = set() if stored is None else set(read_records(folder, stored.fingerprint)["shard"].to_pylist())
     return job, stored, [shard for shard in job.manifest.shards if shard.index not in done]
+
+
+def _prepared(backend: Backend, places: Sequence[Shard], *inputs: Any) -> list[Prompt]:
+    """Return the prompts of the sampled rows. Leave out places with a row that kills the process that prepares it."""
+    try:
+        return backend.call_isolated(read_prompts, places, *inputs)
+    except Died as error:
+        if len(places) == 1:
+            log.warning("%d sampled rows are left out: the process that prepared them died (%s)", places[0].rows, error)
+            return []
+    middle = len(places) // 2
+    return _prepared(backend, places[:middle], *inputs) + _prepared(backend, places[middle:], *inputs)
 
 
 def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Shard]:
@@ -246,7 +260,7 @@ def _sample(
         + (f", and the time to load {models} models one after the other" if models > 1 else "")
     )
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))
-    common = (generator, batching.prefix, speeds, name_of(job.schedule), size, seconds)
+    common = (generator, speeds, name_of(job.schedule), size, seconds)
     return backend.call_as_actors(actors, time_speeds, [(spread[first::workers], *common) for first in range(workers)])
 
 
@@ -267,7 +281,6 @@ def by_model(generator: Mapping[str, Any], speeds: Mapping[str, Schedule]) -> li
 def time_speeds(
     given: Sequence[Prompt],
     generator: Mapping[str, Any],
-    prefix: Sequence[int],
     speeds: Mapping[str, Schedule],
     chosen: str,
     size: int,
@@ -300,7 +313,7 @@ def time_speeds(
         loaded, began = loaded or time.time(), began + load_seconds[-1] if began else time.monotonic()
         ordered = sorted(group, key=lambda name: name not in needed)
         generators = {name: one.at(group[name]) for name in ordered}
-        calls |= _in_turn(generators, given, prefix, needed, size, began + seconds * number / len(groups))
+        calls |= _in_turn(generators, given, needed, size, began + seconds * number / len(groups))
         if number < len(groups):  # free this model, because two may not fit into memory
             one.engine.close()
             del one, generators
@@ -311,7 +324,6 @@ def time_speeds(
 def _in_turn(
     generators: Mapping[str, Any],
     given: Sequence[Prompt],
-    prefix: Sequence[int],
     needed: Sequence[str],
     size: int,
     until: float,
@@ -326,7 +338,7 @@ def _in_turn(
             if part == 0 and left <= 0 and name not in needed:
                 continue
             if part == 0:
-                warm_up = _timed(generator, given[:WARM_UP_ROWS], prefix)
+                warm_up = _timed(generator, given[:WARM_UP_ROWS])
                 fits = int(left * BATCH_GAIN * warm_up.rows / warm_up.seconds)
                 fits //= max(1, sum(name in needed and not timed for name, timed in calls.items()))
             elif calls[name]:
@@ -334,14 +346,14 @@ def _in_turn(
             else:
                 continue
             if fits >= len(rows) or (part == 0 and name in needed):
-                calls[name].append(_timed(generator, rows[: max(fits, WARM_UP_ROWS)], prefix))
+                calls[name].append(_timed(generator, rows[: max(fits, WARM_UP_ROWS)]))
     return calls
 
 
-def _timed(generator: Any, rows: Sequence[Prompt], prefix: Sequence[int]) -> TimedCall:
+def _timed(generator: Any, rows: Sequence[Prompt]) -> TimedCall:
     generator.take_stats()
     began = time.perf_counter()
-    answers = generator.answer(rows, prefix)
+    answers = generator.answer(rows)
     tokens = sum(len(prompt.ids) for prompt in rows)
     return TimedCall(len(rows), tokens, time.perf_counter() - began, generator.take_stats(), texts_of(answers))
 

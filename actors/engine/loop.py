@@ -98,7 +98,7 @@ class Loop:
     _: KW_ONLY
     budget_bytes: int  # maximum cache bytes of all rows in flight
     max_rows: int  # maximum number of rows in flight
-    share_prefixes: bool = True  # whether to compute a prefix once even if only some of the prompts share it
+    share_prefixes: bool = True  # whether to compute a prefix that prompts of a call share only once
     scheduler: str = "lock_step"  # one of SCHEDULERS
     _queue: deque[Call] = field(default_factory=deque, init=False)  # calls that have not ended; the first one runs
     _flight: _Flight | None = field(default=None, init=False)
@@ -109,8 +109,6 @@ class Loop:
     def add(
         self,
         requests: Sequence[Request],
-        # token ids with which most prompts begin; their keys and values are kept until `prefix` changes
-        prefix: Sequence[int] = (),
         # called before memory is allocated, with the indices of all requests that may be in flight until the next call
         # of `on_batch`
         on_batch: OnBatch | None = None,
@@ -122,7 +120,8 @@ class Loop:
         """
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]
-        prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=self.share_prefixes)
+        asked = [request.prompt_ids for request in requests]
+        prefixes = shared_prefixes(asked) if self.share_prefixes else [()] * len(asked)
         numbers: dict[Prompt, int] = {}
         batches = plan_batches(
             lengths,

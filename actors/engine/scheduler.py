@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
-SHORTEST_PREFIX = 16  # minimum tokens in a prefix of all prompts; sharing a shorter prefix costs more than it saves
-LEAST_TOKENS = 32  # a prefix of only some prompts must be this many tokens longer than the prefix that all share
-LEAST_SAVED = 512  # minimum prompt tokens that a prefix of some prompts must save: its separate prefill takes time
+LEAST_TOKENS = 16  # minimum tokens in a shared prefix; sharing a shorter prefix costs more than it saves
+LEAST_SAVED = 256  # minimum prompt tokens that a shared prefix must save in a call: its separate prefill takes time
 MOST_NESTED = 50  # maximum recursion depth of the search for shared prefixes
 Prompt = tuple[int, ...]
 # number of prompt tokens saved, and a list of (shared prefix, prompts that begin with it)
@@ -108,18 +107,6 @@ def smaller(run: Run) -> list[Run]:
     return [replace(run, capacity=run.capacity // 2)]
 
 
-def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
-    """Return the prefix that all prompts (token ids) share. Every prompt is at least one token longer than the prefix.
-
-    Return [] if there is only one prompt, or if the prefix is shorter than `SHORTEST_PREFIX`. The prefix may be set for
-    other prompts too, because the loop checks whether a prompt begins with it.
-    """
-    if len(ids) < 2:
-        return []
-    common = min(common_length(ids), min(len(prompt) for prompt in ids) - 1)
-    return list(ids[0][:common]) if common >= SHORTEST_PREFIX else []
-
-
 def common_length(lists: Sequence[Sequence[int]]) -> int:
     """Return the length of the prefix that all `lists` share."""
     ordered = [list(one) for one in lists]
@@ -128,59 +115,40 @@ def common_length(lists: Sequence[Sequence[int]]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
 
 
-def shared_prefixes(
-    prompts: Sequence[Sequence[int]], prefix: Sequence[int] = (), *, nested: bool = True
-) -> list[Prompt]:
+def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[Prompt]:
     """Return for each prompt the prefix that it shares with other prompts, computed only once; () if there is none.
 
     Every prompt is at least one token longer than its prefix. Prompts share one prefix, or are divided into groups with
-    longer prefixes, whichever saves more tokens.
-
-    Args:
-        prompts: Token ids of each prompt.
-        prefix: Token ids with which most prompts begin.
-        nested: Whether to search for other prefixes than `prefix`.
+    longer prefixes, whichever saves more tokens. prompts: token ids of each prompt.
     """
-    base = tuple(prefix)
-    length = len(base)
-    having = [0 < length < len(prompt) and tuple(prompt[:length]) == base for prompt in prompts]
-    if not nested:
-        return [base if one else () for one in having]
-    chosen: dict[Prompt, Prompt] = {}
-    for has, before in ((True, base), (False, ())):
-        distinct = sorted({tuple(prompt) for prompt, one in zip(prompts, having, strict=True) if one == has})
-        _, found = _best(distinct, len(before), 0)
-        chosen |= dict.fromkeys(distinct, before)
-        chosen |= {prompt: common for common, members in found for prompt in members}
-    return [chosen[tuple(prompt)] for prompt in prompts]
+    _, found = _best(sorted({tuple(prompt) for prompt in prompts}), 0)
+    chosen = {prompt: common for common, members in found for prompt in members}
+    return [chosen.get(tuple(prompt), ()) for prompt in prompts]
 
 
-def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
-    """Return the tokens saved if `members` share their first `length` tokens. They already share the first `before`."""
-    saved = (len(members) - 1) * (length - before)
-    if length - before < LEAST_TOKENS or saved < LEAST_SAVED:
+def _whole(members: Sequence[Prompt], length: int) -> Saved:
+    """Return the tokens saved if `members` share their first `length` tokens."""
+    saved = (len(members) - 1) * length
+    if length < LEAST_TOKENS or saved < LEAST_SAVED:
         return 0, []
     return saved, [(members[0][:length], members)]
 
 
-def _best(ordered: Sequence[Prompt], before: int, level: int) -> Saved:
+def _best(ordered: Sequence[Prompt], level: int) -> Saved:
     """Return the shared prefixes that save the most tokens.
 
     Args:
-        ordered: Distinct prompts, sorted. Their first `before` tokens are equal.
-        before: Number of first tokens that are already shared.
+        ordered: Distinct prompts, sorted.
         level: Depth of this recursive call.
     """
     if len(ordered) < 2:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
-    whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
+    whole = _whole(ordered, min(equal, len(ordered[0]) - 1))
     if len(ordered[0]) == equal:  # the first prompt is a prefix of the others, which may share more tokens without it
-        whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
+        whole = max(whole, _whole(ordered[1:], equal), key=itemgetter(0))
     if level == MOST_NESTED:
         return whole
-    parts = [
-        _best(list(part), before, level + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])
-    ]
+    parts = [_best(list(part), level + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])]
     divided = sum(part[0] for part in parts), [found for part in parts for found in part[1]]
     return whole if whole[0] >= divided[0] else divided

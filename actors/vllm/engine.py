@@ -254,11 +254,10 @@ class VllmEngine:
     def add(
         self,
         requests: Sequence[Request],
-        prefix: Sequence[int] = (),
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
     ) -> Call:
-        """Queue requests, from any thread; see `Loop.add`. prefix: unused, because vLLM finds shared prefixes."""
+        """Queue requests, from any thread; see `Loop.add`. vLLM finds shared prefixes itself."""
         call = Call(requests, (), (), (), [], on_batch, on_drain)
         self._queue.append(call)
         return call

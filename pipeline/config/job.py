@@ -265,8 +265,8 @@ class JobConfig(Section):
     )
     shared_prefix: bool = Field(
         True,
-        description="compute shared prefixes of prompts only once: a prefix of all prompts once per actor, a prefix "
-        "of some prompts (such as the examples of a category) once per shard",
+        description="compute a prefix that prompts of a shard share, such as a template's beginning or the examples of "
+        "a category, only once; an actor keeps the last one",
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)

@@ -51,7 +51,7 @@ class Agreement:
     compared: int = 0  # number of labels or tokens that were compared
     agreed: int = 0  # number of compared labels or tokens that agree
     token_kl: float = 0.0  # KL(full depth || schedule) in nats, mean over all compared tokens
-    prompt_tokens: float = 0.0  # mean number of prompt tokens per row, without the shared prefix
+    prompt_tokens: float = 0.0  # mean number of prompt tokens per row
     answer_tokens: float = 0.0  # mean number of answer tokens per row
     skipped: float | None = None  # share of layer runs that the schedule skips; None if `MOST_TOKENS` cut an answer
     examples: tuple[Example, ...] = ()  # full depth's answers that have fewer than `MOST_TOKENS` tokens
@@ -98,12 +98,11 @@ def measure_agreement(
     storage: StorageConfig,
     spec: PromptSpec,
     generator: Mapping[str, Any],
-    prefix: Sequence[int],
 ) -> Agreement:
     """Answer rows at full depth and with the schedule, and compare the answers. Rows that fail are left out.
 
     rows: the sample, one shard for each row. The rows' own sampling parameters are ignored. generator: arguments of
-    `Generator`, in which checkpoint and speed adapter are sources for `fetch`. prefix: token ids of the shared prefix.
+    `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
     """
     from actors.engine.library.divergence import Model, teacher_forced
 
@@ -113,11 +112,11 @@ def measure_agreement(
         return Agreement()
     full, fast = _generators(generator, len(given))
     first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # first token that can differ
-    at_full, full_stats = _answers(full, given, prefix)
+    at_full, full_stats = _answers(full, given)
     answers = [answer for answer in at_full if len(answer.token_ids or ()) > first]
     if not answers:
         return Agreement()
-    fast_answers, fast_stats = _answers(fast, given, prefix)
+    fast_answers, fast_stats = _answers(fast, given)
     asked = [given[answer.row] for answer in answers]
     ids = [answer.token_ids or () for answer in answers]
     at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))
@@ -137,7 +136,7 @@ def measure_agreement(
             for own_ids, other_ids in zip(ids, [*ids[1:], ids[0]], strict=True)
             for own, other in zip(own_ids[first:], other_ids[first:], strict=False)
         )
-    prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
+    prompt_tokens = sum(len(prompt.ids) for prompt in asked)
     lengths = [len(tokens) for tokens in ids]
     full_step, fast_step = (one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))
     contents = {file.url: file.digest or file.version for file in files}
@@ -171,11 +170,11 @@ def chance_of(labels: Sequence[tuple[str | None, str | None]]) -> tuple[int, flo
     return max(full.values()), kappa
 
 
-def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
+def _answers(generator: Generator, given: Sequence[Prompt]) -> tuple[list[Answer], EngineStats]:
     """Answer one row to warm up, then all rows. Return the answers to all rows, and the engine's statistics of them."""
-    generator.answer(given[:1], prefix)
+    generator.answer(given[:1])
     generator.take_stats()
-    return generator.answer(given, prefix), generator.take_stats()
+    return generator.answer(given), generator.take_stats()
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:

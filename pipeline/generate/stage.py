@@ -101,7 +101,6 @@ class ShardGenerator:
     Args:
         generator: arguments of `Generator`; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.
         check_output: called before the model is loaded. Raises UserError if this node cannot see the job's output.
-        prefix: token ids with which all prompts of the job begin.
         devices: GPUs of this actor, or 1 on CPUs. price_per_hour: money per hour of one device; 0 without a price.
 
     Raises RuntimeError if this actor has died too often while loading the model.
@@ -115,13 +114,12 @@ class ShardGenerator:
         quarantine: Quarantine,
         coordinator: Coordinator,
         check_output: Callable[[], None] = lambda: None,
-        prefix: Sequence[int] = (),
         worker: Worker | None = None,
         devices: float = 1.0,
         price_per_hour: float = 0.0,
     ) -> None:
         self.part, self.commit, self.quarantine, self.coordinator = part, commit, quarantine, coordinator
-        self.prefix, self.devices, self.price_per_hour = prefix, devices, price_per_hour
+        self.devices, self.price_per_hour = devices, price_per_hour
         self.worker = worker or Worker()
         self.worker.export_metrics()
         check_output()
@@ -213,7 +211,7 @@ class ShardGenerator:
 
     def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
         """Answer rows in the model's thread. told: callbacks for `Generator.begin`."""
-        work = self.generator.begin(rows, self.prefix, **told)
+        work = self.generator.begin(rows, **told)
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 

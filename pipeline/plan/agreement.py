@@ -97,7 +97,7 @@ def with_agreement(
         rows = spread_rows(manifest.files, manifest.shards, config.schedule.agreement_rows)
         urls = {row.url for row in rows}
         files = [file for file in manifest.files if file.url in urls]
-        inputs = (rows, files, manifest.schema, config.storage, spec, generator, manifest.batching.prefix)
+        inputs = (rows, files, manifest.schema, config.storage, spec, generator)
         try:
             with announced(f"measuring agreement with full depth on {len(rows)} rows"):
                 [agreement] = hardware.call_as_actors(config.actors, measure_agreement, [inputs])

@@ -29,14 +29,13 @@ class Batching:
     cache_bytes: int  # bytes of an actor's KV cache
     max_batch: int  # maximum rows of a batch
     threads: int  # torch threads of an actor
-    prefix: tuple[int, ...] = ()  # token ids with which all prompts begin; an actor computes them once
     planned: float = 0.0  # time of planning, s since 1970; chat templates get it as the current time
     scheduler: str = "lock_step"
     root: str = ""  # folder of all input files, see `PartSpec`
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Return the batching of a new job with `rows` rows. Its shared prefix is set later. hardware: see `plan_job`."""
+    """Return the batching of a new job with `rows` rows. hardware: see `plan_job`."""
     actors = config.actors
     needs_node = not actors.gpus and None in (actors.threads, actors.cache_bytes)
     cpus, memory, nodes = (hardware if hardware is not None and needs_node else Hardware()).node(actors)

@@ -30,7 +30,7 @@ from pipeline.plan.batching import Batching, plan_batching
 from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
-from pipeline.plan.shared_prefix import sampled_prefix
+from pipeline.plan.sample import check_sample
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
@@ -79,7 +79,7 @@ def plan_job(
         files: input files; default: all files of `input.path`.
         root: folder to which file names in made-up ids are relative; default: the folder that holds all input files.
         hardware: determines threads and cache of a new job; default: the hardware of this process.
-        preview: plan only the first `limit` rows. Later rows are not read, and prompts share no prefix.
+        preview: plan only the first `limit` rows. Later rows are not read.
 
     Raises:
         UserError: input is missing or unreadable, has the wrong type, or has changed since the stored job began; or all
@@ -100,11 +100,10 @@ def plan_job(
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         root = root or input_root(config.input, config.storage, listed)
         batching = replace(batching, planned=float(int(time.time())), root=root)
-        refuse = files is None and config.max_error_rate < 0.5  # incremental runs go on in spite of a bad file
-        if (config.shared_prefix or refuse) and not preview:
+        # incremental runs go on in spite of a bad file
+        if files is None and config.max_error_rate < 0.5 and not preview:
             spec = prompt_spec(config, resolved, batching.planned)
-            prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware or Hardware(), refuse)
-            batching = replace(batching, prefix=tuple(prefix) if config.shared_prefix else ())
+            check_sample(pinned, shards, schema, config.storage, spec, hardware or Hardware())
     else:
         schema, batching, shards = stored.schema, stored.batching, stored.shards
         pinned = unchanged_files(stored.files, listed)

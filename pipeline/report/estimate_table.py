@@ -18,12 +18,10 @@ def print_estimate(console: Console, found: Mapping[str, Any]) -> None:
     tokens, batching, errors, chosen = (found[name] for name in ("prompt_tokens", "batching", "row_errors", "chosen"))
     left = "" if found["rows_left"] == found["rows"] else f", {found['rows_left']:,} rows left"
     rows, files, shards = (counted(found[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
-    prefix = tokens["shared_prefix"]
 
     console.print(f"{rows} in {files}, {shards}{left}")
     console.print(
         f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, in {tokens['rows']:,} rows"
-        + (f"; all begin with the same {prefix:,} tokens" if prefix else "")
     )
     if errors["errors"]:
         console.print(f"rows with an error in the sample: {errors['errors']:,}; the first: {errors['first']}")

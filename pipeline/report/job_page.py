@@ -80,7 +80,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, storage: Stor
         "runs": [(number, begin, end - begin) for number, (begin, end) in enumerate(spans, 1)][-SHOWN_RUNS:],
         "configuration": flat(runs[-1].config) if runs else [],
         "identity": flat({key: value for key, value in manifest.identity.items() if key != "answers_version"}),
-        "batching": [(name, str(value)) for name, value in vars(manifest.batching).items() if name != "prefix"],
+        "batching": [(name, str(value)) for name, value in vars(manifest.batching).items()],
         "versions": list((runs[-1].versions if runs else versions()).items()),
     }
     return _render(values)

@@ -89,7 +89,6 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
         "part": part_spec(job),
         "commit": partial(commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator),
         "check_output": partial(check_output, folder, manifest.fingerprint),
-        "prefix": manifest.batching.prefix,
         "coordinator": coordinator,
         "quarantine": generating,
         "worker": session.worker,

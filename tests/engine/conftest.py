@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from tiny_models import MODELS, tiny_model
 
+from actors.engine import scheduler
 from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 
@@ -28,3 +29,9 @@ def decoder(family: str) -> Decoder:
 def library(family: str) -> Decoder:
     """The same weights in the library's own layers, to hold `decoder` against."""
     return Decoder(tiny_model(family))
+
+
+@pytest.fixture
+def shared_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows are enough to share a prefix."""
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 1)

@@ -90,13 +90,12 @@ def generate(
     engine: Engine,
     requests: Sequence[Request],
     *,
-    prefix: Sequence[int] = (),
     on_batch: OnBatch | None = None,
     **how: Any,
 ) -> list[Completion]:
     """The requests' completions, in order. `how`: arguments of `Loop`."""
     loop = Loop(engine, **how)
-    return loop.finish(loop.add(requests, prefix, on_batch))
+    return loop.finish(loop.add(requests, on_batch))
 
 
 def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64, **how: Any) -> list[Completion]:

@@ -237,6 +237,7 @@ class Small:
 
 
 @settings(max_examples=12, deadline=None)
+@pytest.mark.usefixtures("shared_by_few")
 @given(
     numbers=st.integers(1, 200),
     rows=st.integers(1, 12),
@@ -249,11 +250,10 @@ def test_answers_are_those_of_a_machine_with_room(
     llama: Decoder, numbers: int, rows: int, error: type[RuntimeError], seed: int, shared: bool, scheduler: str
 ) -> None:
     wanted = with_prefix(13, seed) if shared else requests(12, seed, sampled=True)
-    given_prefix = PREFIX if shared else ()
     roomy, told = Engine(llama, SCHEDULE, STOP), []
-    want = generate(roomy, wanted, budget_bytes=2**40, max_rows=8, prefix=given_prefix)
+    want = generate(roomy, wanted, budget_bytes=2**40, max_rows=8)
     engine = Engine(Small(llama, numbers, rows, error), SCHEDULE, STOP)  # type: ignore[arg-type]
-    how: dict[str, Any] = {"budget_bytes": 2**40, "max_rows": 8, "prefix": given_prefix, "scheduler": scheduler}
+    how: dict[str, Any] = {"budget_bytes": 2**40, "max_rows": 8, "scheduler": scheduler}
     got = generate(engine, wanted, **how, on_batch=told.append)
     good = [one for one in got if one.error is None]
     for request, one, right in zip(wanted, got, want, strict=True):

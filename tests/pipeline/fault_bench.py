@@ -96,7 +96,7 @@ class Bench:
             sampling={"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5},
             actors={"count": 2, "cpus": 0.5, "max_batch": 4},
             shard_rows=ROWS // SHARDS,
-            shared_prefix=False,  # to sample it starts a process at every plan
+            shared_prefix=False,
             max_error_rate=0.1,
             storage=self.storage.model_dump(),
         )

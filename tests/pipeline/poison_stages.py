@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.generate.agreement import read_prompts
 from pipeline.generate.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.stage import prepare
@@ -80,6 +81,13 @@ def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
         prepares.tokenize = whole
 
 
-def deadly_prompt_ids(*_: Any) -> None:
+def deadly_row_errors(*_: Any) -> None:
     """Dies when a sample of rows is prepared while the job is planned."""
     die()
+
+
+def deadly_read_prompts(shards: Sequence[Any], *rest: Any) -> Any:
+    """Dies when the third shard is prepared for an estimate."""
+    if any(shard.index == 2 for shard in shards):
+        die()
+    return read_prompts(shards, *rest)

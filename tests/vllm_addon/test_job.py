@@ -192,7 +192,7 @@ def test_plan_times_each_speed_by_an_engine_that_can_run_it(inputs: dict[str, An
     speeds = {"2x": ScheduleSpec(speedup=2, horizon=8), "constant": constant, "1x": ScheduleSpec()}
     schedules = {name: spec.build(cases.LAYERS) for name, spec in speeds.items()}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(12)]
-    _, further, calls = time_speeds(prompts, generator, [], schedules, "2x", 12, 1e6)
+    _, further, calls = time_speeds(prompts, generator, schedules, "2x", 12, 1e6)
     assert len(further) == 2 and min(further) > 0
     for name, timed in calls.items():
         assert [call.rows for call in timed] == [12]

@@ -39,7 +39,7 @@ from pipeline.storage.folder import filesystem
 def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     pq.write_table(pa.table({"id": ["a"], "prompt": ["alpha"], "n": [1]}), tmp_path / "in.parquet")
     values = job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, input={"id": "id"})
-    return {**values, "sampling": {}, "shared_prefix": False}  # to sample it starts a process at every plan
+    return {**values, "sampling": {}, "shared_prefix": False}
 
 
 def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "run") -> str:
@@ -376,7 +376,7 @@ def test_a_job_that_fails_tells_no_secret(checkpoint: Path, s3: StorageConfig, t
     pq.write_table(pa.table({"prompt": [f"alpha {row}" for row in range(50)]}), sink)
     data = sink.getvalue()
     fs.pipe_file(f"{path}/in/a.parquet", data[:4] + bytes(100) + data[104:])
-    own: dict[str, Any] = {"storage": s3.model_dump(), "shared_prefix": False}  # a sample of rows would find it
+    own: dict[str, Any] = {"storage": s3.model_dump(), "shared_prefix": False}
     job = job_config("s3://bucket/bad/in", "s3://bucket/bad/out", checkpoint, **own)
     with planted_secrets() as ray_folder:
         code, out, err = Command(tmp_path, job, "--verbose").end()

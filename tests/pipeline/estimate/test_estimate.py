@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import poison_stages
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +25,7 @@ from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
 from pipeline.report.estimate_table import print_estimate
+from pipeline.run.ray_data import RayData
 from pipeline.runtime.wide_console import wide_console
 
 WORDS = ["alpha", "bravo", "cheap", "pub", "food", "riverside"]
@@ -109,7 +111,7 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
     speeds = {"2x": inspected.schedule({"speedup": 2.0, "horizon": 3}), "1x": inspected.schedule({"speedup": 1.0})}
     others = {"1.5x": inspected.schedule({"speedup": 1.5, "horizon": 3})}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
-    _, further, calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 600.0)
+    _, further, calls = time_speeds(prompts, generator, speeds, "2x", 16, 600.0)
     assert further == []  # one model serves all speeds
     for timed in calls.values():
         assert [call.rows for call in timed] == [14, 13, 13]
@@ -117,7 +119,7 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
         assert all(call.stats.generated_tokens >= len(call.texts) == call.rows for call in timed)
     layers = [call.stats.layer_steps for timed in calls.values() for call in timed]
     assert sum(layers[:3]) < sum(layers[3:])
-    *_, hurried = time_speeds(prompts, generator, [], speeds | others, "2x", 16, 0.0)
+    *_, hurried = time_speeds(prompts, generator, speeds | others, "2x", 16, 0.0)
     assert [[call.rows for call in timed] for timed in hurried.values()] == [[8], [8], []]
 
 
@@ -207,6 +209,22 @@ def test_a_finished_job_has_nothing_left_and_that_is_no_error(
     assert (said.exit_code, as_json.exit_code) == (0, 0)
     assert said.stdout == f"{values['output']['path']}: nothing left to do: the output has every row\n"
     assert json.loads(as_json.stdout)["rows_left"] == 0
+
+
+class IsolatedPlanning(InProcess):
+    """Plans as `skipdecode plan` does."""
+
+    call_isolated = RayData.call_isolated  # type: ignore[assignment]
+
+
+def test_a_row_that_kills_its_process_costs_its_place_in_the_sample(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipeline.estimate.read_prompts", poison_stages.deadly_read_prompts)
+    config = JobConfig.model_validate({**values, "shard_rows": 15})
+    found = estimate(config, seconds=5, backend=IsolatedPlanning())
+    assert found["row_errors"]["sampled"] == 45 and found["rows"] == 60
+    assert "15 sampled rows are left out: the process that prepared them died (killed by SIGKILL)" in caplog.text
 
 
 ROWS = 240

@@ -67,7 +67,7 @@ def measured(config: JobConfig, rows: int = 16, **schedule: Any) -> Agreement:
     manifest, spec = planned.manifest, prompt_spec(config, planned.checkpoint, time.time())
     sample = spread_rows(manifest.files, manifest.shards, rows)
     arguments = generator_arguments(planned)
-    return measure_agreement(sample, manifest.files, manifest.schema, config.storage, spec, arguments, ())
+    return measure_agreement(sample, manifest.files, manifest.schema, config.storage, spec, arguments)
 
 
 def no_measurement(*_: Any) -> Agreement:

@@ -63,7 +63,7 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
         "sampling": SAMPLED,
         "actors": ACTORS,
         "shard_rows": 10,
-        "shared_prefix": False,  # to sample it starts a process at every plan
+        "shared_prefix": False,
         "max_error_rate": 0.1,
     }
     return job_config(inputs, into, checkpoint, **{**values, **changes})
