@@ -282,11 +282,13 @@ class Generator:
         prompts: Sequence[Prompt],
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
+        among: Sequence[Sequence[int]] = (),
     ) -> RowsAtWork:
         """Queue rows. This is the first of three steps of `answer`; `run` and `finish` must follow.
 
         Any thread may call this. on_drain: called once, in the thread of `run`, when fewer rows wait than there are
-        slots, so that rows of another call come before slots are free. Only vLLM calls it.
+        slots, so that rows of another call come before slots are free. Only vLLM calls it. among: see
+        `shared_prefixes`.
         """
         self._rows_came.set()
         requests: list[Request] = []
@@ -306,7 +308,7 @@ class Generator:
             assert on_batch is not None
             on_batch(sorted({owners[index] for index in indices}))
 
-        call = self.calls.add(requests, None if on_batch is None else report, on_drain)
+        call = self.calls.add(requests, None if on_batch is None else report, on_drain, among)
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:

@@ -113,6 +113,7 @@ class Loop:
         # of `on_batch`
         on_batch: OnBatch | None = None,
         on_drain: Callable[[], None] | None = None,  # see `Call`
+        among: Sequence[Sequence[int]] = (),  # see `shared_prefixes`
     ) -> Call:
         """Queue requests, each of which must fit the budget. Return the call that holds their answers.
 
@@ -121,7 +122,7 @@ class Loop:
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]
         asked = [request.prompt_ids for request in requests]
-        prefixes = shared_prefixes(asked) if self.share_prefixes else [()] * len(asked)
+        prefixes = shared_prefixes(asked, among) if self.share_prefixes else [()] * len(asked)
         numbers: dict[Prompt, int] = {}
         batches = plan_batches(
             lengths,

@@ -115,13 +115,18 @@ def common_length(lists: Sequence[Sequence[int]]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
 
 
-def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+def shared_prefixes(prompts: Sequence[Sequence[int]], among: Sequence[Sequence[int]] = ()) -> list[Prompt]:
     """Return for each prompt the prefix that it shares with other prompts, computed only once; () if there is none.
 
     Every prompt is at least one token longer than its prefix. Prompts share one prefix, or are divided into groups with
-    longer prefixes, whichever saves more tokens. prompts: token ids of each prompt.
+    longer prefixes, whichever saves more tokens.
+
+    Args:
+        prompts: Token ids of each prompt.
+        among: Prompts to search for shared prefixes; default: `prompts`. A part of a shard then has the prefixes of the
+            whole shard, and so the same rounding.
     """
-    _, found = _best(sorted({tuple(prompt) for prompt in prompts}), 0)
+    _, found = _best(sorted({tuple(prompt) for prompt in among or prompts}), 0)
     chosen = {prompt: common for common, members in found for prompt in members}
     return [chosen.get(tuple(prompt), ()) for prompt in prompts]
 

@@ -256,8 +256,9 @@ class VllmEngine:
         requests: Sequence[Request],
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
+        among: Sequence[Sequence[int]] = (),
     ) -> Call:
-        """Queue requests, from any thread; see `Loop.add`. vLLM finds shared prefixes itself."""
+        """Queue requests, from any thread; see `Loop.add`. among: unused, because vLLM finds shared prefixes."""
         call = Call(requests, (), (), (), [], on_batch, on_drain)
         self._queue.append(call)
         return call

@@ -195,8 +195,9 @@ class ShardGenerator:
 
     def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
         """Return answers, sorted by row, and statistics. An isolated attempt runs and records its rows in groups."""
+        among = [row.ids for row in rows if row.error is None]  # so that groups share the same prefixes as the whole
         if not attempt.isolated:
-            return self._answer(rows, on_drain=turn.drains.set)
+            return self._answer(rows, among, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()
         for group in filter(None, [tuple(attempt.errors), *attempt.groups]):
 
@@ -204,14 +205,16 @@ class ShardGenerator:
                 attempt.enter([group[position] for position in positions])
 
             asked = [replace(rows[row], error=attempt.errors.get(row, rows[row].error)) for row in group]
-            of_group, counted = self._answer(asked, on_batch=enter)
+            of_group, counted = self._answer(asked, among, on_batch=enter)
             answers += [replace(answer, row=group[answer.row]) for answer in of_group]
             stats = stats.plus(counted)
         return sorted(answers, key=lambda answer: answer.row), stats  # stable sort: a row's samples stay in order
 
-    def _answer(self, rows: list[Prompt], **told: Callable[..., None]) -> tuple[list[Answer], EngineStats]:
-        """Answer rows in the model's thread. told: callbacks for `Generator.begin`."""
-        work = self.generator.begin(rows, **told)
+    def _answer(
+        self, rows: list[Prompt], among: Sequence[Sequence[int]], **told: Callable[..., None]
+    ) -> tuple[list[Answer], EngineStats]:
+        """Answer rows in the model's thread. among, told: see `Generator.begin`."""
+        work = self.generator.begin(rows, **told, among=among)
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 

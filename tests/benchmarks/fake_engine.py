@@ -48,7 +48,7 @@ class FakeGenerator(Generator):
         if self.line:
             self.line.wait()
 
-    def begin(self, prompts: Sequence[Prompt], on_batch: Any = None, on_drain: Any = None) -> Any:
+    def begin(self, prompts: Sequence[Prompt], on_batch: Any = None, **_: Any) -> Any:
         """Nothing but the rows. texts: answers by row; a row without one gets its prompt's error."""
         call = SimpleNamespace(stats=EngineStats(batches=1, generated_tokens=len(TOKENS) * len(prompts)))
         return SimpleNamespace(prompts=prompts, on_batch=on_batch or (lambda rows: None), call=call, texts={})

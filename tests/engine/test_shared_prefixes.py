@@ -116,6 +116,12 @@ def test_a_short_beginning_is_not_shared_nor_one_that_saves_little() -> None:
     assert set(shared_prefixes(longer[:-1])) == {()}
 
 
+def test_a_part_of_the_prompts_has_the_prefixes_of_all() -> None:
+    prompts = [(*range(16), 20 + row) for row in range(40)]
+    assert shared_prefixes(prompts[:3], prompts) == shared_prefixes(prompts)[:3] == [tuple(range(16))] * 3
+    assert shared_prefixes(prompts[:3]) == [()] * 3
+
+
 @pytest.mark.usefixtures("shared_by_few")
 def test_a_beginning_is_computed_once() -> None:
     decoder = Decoder(tiny_model("llama"))

@@ -22,6 +22,7 @@ from poison_stages import KILLER
 from prompt_specs import spec_of
 
 from actors.answers import Answer
+from actors.engine import scheduler
 from actors.engine.engine import Engine
 from actors.generator import Generator, RowsAtWork
 from pipeline.commit.records import commit_record, decode_record, encode_record
@@ -203,6 +204,9 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
 def test_generate_gives_up_only_the_rows_that_kill(
     spec: PromptSpec, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
+    """Groups of rows share the prefixes that the whole shard shares: the sums of logarithms are the same bits."""
+    monkeypatch.setattr(scheduler, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 1)
     prepared = prepare_table(table(), spec)
     given = shard_batch(3, prepared)
     settings = {
@@ -213,9 +217,10 @@ def test_generate_gives_up_only_the_rows_that_kill(
         "threads": 1,
         "max_batch": 8,
     }
-    part = part_spec(optional=("token_ids",))
+    part = part_spec(optional=("token_ids", "cumulative_logprob"))
     commits = Commits()
     shard_generator(settings, part, commits)(given)
+    assert commits.stats[3].shared_prompt_tokens > 0
     want = pq.read_table(io.BytesIO(commits.parts.pop(3)))
     deadly_ids = [prepared["__prompt_ids"][row].as_py() for row in sorted(POISON)]
     admit = Engine.admit

@@ -75,8 +75,8 @@ def drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine call `on_drain` as soon as a call is added."""
     plain = Loop.add
 
-    def add(self: Loop, requests: Any, on_batch: Any, on_drain: Any) -> Call:
-        call = plain(self, requests, on_batch)
+    def add(self: Loop, requests: Any, on_batch: Any, on_drain: Any, among: Any) -> Call:
+        call = plain(self, requests, on_batch, among=among)
         if on_drain is not None:
             on_drain()
         return call
