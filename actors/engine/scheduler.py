@@ -12,6 +12,7 @@ from operator import itemgetter
 
 SPREAD = 2  # maximum ratio of longest to shortest prompt in a run, because every slot is as long as the longest prompt
 LEAST_TOKENS = 16  # minimum tokens in a shared prefix; sharing a shorter prefix costs more than it saves
+LEAST_LONGER = 32  # a prefix of only some prompts must be this many tokens longer than a prefix that more prompts share
 LEAST_SAVED = 256  # minimum prompt tokens that a shared prefix must save in a call: its separate prefill takes time
 MOST_NESTED = 50  # maximum recursion depth of the search for shared prefixes
 Prompt = tuple[int, ...]
@@ -126,34 +127,39 @@ def shared_prefixes(prompts: Sequence[Sequence[int]], among: Sequence[Sequence[i
         among: Prompts to search for shared prefixes; default: `prompts`. A part of a shard then has the prefixes of the
             whole shard, and so the same rounding.
     """
-    _, found = _best(sorted({tuple(prompt) for prompt in among or prompts}), 0)
+    _, found = _best(sorted({tuple(prompt) for prompt in among or prompts}), LEAST_TOKENS, 0)
     chosen = {prompt: common for common, members in found for prompt in members}
     return [chosen.get(tuple(prompt), ()) for prompt in prompts]
 
 
-def _whole(members: Sequence[Prompt], length: int) -> Saved:
-    """Return the tokens saved if `members` share their first `length` tokens."""
+def _whole(members: Sequence[Prompt], length: int, least: int) -> Saved:
+    """Return the tokens saved if `members` share their first `length` tokens, which must be at least `least`."""
     saved = (len(members) - 1) * length
-    if length < LEAST_TOKENS or saved < LEAST_SAVED:
+    if length < least or saved < LEAST_SAVED:
         return 0, []
     return saved, [(members[0][:length], members)]
 
 
-def _best(ordered: Sequence[Prompt], level: int) -> Saved:
+def _best(ordered: Sequence[Prompt], least: int, level: int) -> Saved:
     """Return the shared prefixes that save the most tokens.
 
     Args:
         ordered: Distinct prompts, sorted.
+        least: Minimum number of tokens in a prefix.
         level: Depth of this recursive call.
     """
     if len(ordered) < 2:
         return 0, []
     equal = common_length((ordered[0], ordered[-1]))
-    whole = _whole(ordered, min(equal, len(ordered[0]) - 1))
+    whole = _whole(ordered, min(equal, len(ordered[0]) - 1), least)
     if len(ordered[0]) == equal:  # the first prompt is a prefix of the others, which may share more tokens without it
-        whole = max(whole, _whole(ordered[1:], equal), key=itemgetter(0))
+        whole = max(whole, _whole(ordered[1:], equal, least), key=itemgetter(0))
     if level == MOST_NESTED:
         return whole
-    parts = [_best(list(part), level + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])]
+    if whole[0]:
+        least = equal + LEAST_LONGER
+    parts = [
+        _best(list(part), least, level + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])
+    ]
     divided = sum(part[0] for part in parts), [found for part in parts for found in part[1]]
     return whole if whole[0] >= divided[0] else divided

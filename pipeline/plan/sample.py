@@ -15,7 +15,7 @@ from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
 from pipeline.input.rows import from_ipc, read_shards, to_ipc
-from pipeline.input.schema import is_text
+from pipeline.input.schema import is_text, split_errors
 from pipeline.input.shards import Shard
 from pipeline.plan.hardware import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec, read_names
@@ -26,7 +26,7 @@ from pipeline.storage.folder import STORE_ERRORS
 log = logging.getLogger(__name__)
 SAMPLE_ROWS = 16  # rows read from each sampled shard
 LEAST_ERRORS = 32  # minimum number of sampled rows, all with an error, for which a job is refused
-SPECIAL_TOKENS = 4  # maximum number of special tokens that a tokenizer puts before a text
+SPECIAL_TOKENS = 4  # maximum number of special tokens that a tokenizer adds to a text
 
 
 def check_sample(
@@ -72,10 +72,14 @@ def _has_prompt(table: pa.Table, spec: PromptSpec) -> bool:
     A token has at least one byte.
     """
     column = spec.input.prompt_column
-    if column is None or [*read_names(spec.input)] != [column] or not is_text(table.schema.field(column).type):
+    if column is None or spec.chat is not None or [*read_names(spec.input)] != [column]:
         return False
-    texts = table[column].cast(pa.binary()).to_pylist()
-    return any(text and text.strip() and len(text) < spec.context_length - SPECIAL_TOKENS for text in texts)
+    if not is_text(table.schema.field(column).type):
+        return False
+    room = spec.context_length - SPECIAL_TOKENS - max((len(label.encode()) for label in spec.choices), default=0)
+    texts, errors = table[column].to_pylist(), split_errors(table)[1]
+    good = (text for text, error in zip(texts, errors, strict=True) if text and error is None)
+    return any(text.strip() and len(text.encode()) < room for text in good)
 
 
 def _beginning(file: InputFile, shard: Shard) -> Shard:

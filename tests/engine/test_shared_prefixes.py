@@ -26,8 +26,8 @@ nested_prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).ma
 
 @pytest.fixture
 def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(module, "LEAST_SAVED", 1)
+    for name in ("LEAST_TOKENS", "LEAST_LONGER", "LEAST_SAVED"):
+        monkeypatch.setattr(module, name, 1)
 
 
 def computed(prompts: Sequence[tuple[int, ...]], prefixes: Sequence[tuple[int, ...]]) -> int:
@@ -114,6 +114,14 @@ def test_a_short_beginning_is_not_shared_nor_one_that_saves_little() -> None:
     longer = [(*range(16), 20 + row) for row in range(17)]
     assert set(shared_prefixes(longer)) == {tuple(range(16))}
     assert set(shared_prefixes(longer[:-1])) == {()}
+
+
+def test_a_templates_beginning_is_not_divided_by_the_first_words_of_the_rows() -> None:
+    template = tuple(range(100))
+    words = [(*template, 200 + row % 3, 300 + row) for row in range(240)]
+    assert set(shared_prefixes(words)) == {template}
+    examples = {category: (*template, *[200 + category] * 32) for category in range(3)}
+    assert set(shared_prefixes([(*examples[row % 3], 300 + row) for row in range(240)])) == set(examples.values())
 
 
 def test_a_part_of_the_prompts_has_the_prefixes_of_all() -> None:

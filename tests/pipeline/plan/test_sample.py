@@ -13,7 +13,7 @@ from in_process import InProcess
 
 from actors.engine.errors import UserError
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.input.files import Files, list_files
 from pipeline.plan import sample
 from pipeline.plan.hardware import Hardware
@@ -63,6 +63,25 @@ def test_a_job_of_which_no_sampled_row_can_be_answered_is_refused(
         pq.write_table(pa.table(texts), tmp_path / "in" / f"{name}.parquet")
     with pytest.raises(UserError, match="leaves no room"):
         plan(inputs, checkpoint, input={"prompt": "p", "template": None})
+
+
+def test_short_texts_that_fail_are_refused(tmp_path: Path, chat_checkpoint: Path) -> None:
+    """A label or the job's own message leaves no room for them, or they are not UTF-8."""
+    context = resolve_checkpoint(ModelConfig(path=str(chat_checkpoint)), StorageConfig()).checkpoint.context_length
+    section = {"prompt": "p", "template": None}
+    for name in "ab":
+        texts = [f"alpha pub food riverside {row}" for row in range(100)]
+        pq.write_table(pa.table({"p": texts}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="leaves no room for a label"):
+        plan(tmp_path, chat_checkpoint, input=section, choices=["pub", " ".join(["alpha"] * (context - 3))])
+    with pytest.raises(UserError, match="leaves no room in a context"):
+        plan(tmp_path, chat_checkpoint, input={**section, "system": "alpha " * context})
+    assert plan(tmp_path, chat_checkpoint, input=section).rows == 200
+    for name in "ab":
+        texts = pa.array([f"caf\xe9 {row}".encode("latin-1") for row in range(100)]).view(pa.string())
+        pq.write_table(pa.table({"p": texts}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="UTF-8"):
+        plan(tmp_path, chat_checkpoint, input=section)
 
 
 def test_only_the_first_rows_are_read(tmp_path: Path, checkpoint: Path) -> None:
