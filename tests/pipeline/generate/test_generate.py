@@ -205,8 +205,8 @@ def test_generate_gives_up_only_the_rows_that_kill(
     spec: PromptSpec, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     """Groups of rows share the prefixes that the whole shard shares: the sums of logarithms are the same bits."""
-    monkeypatch.setattr(scheduler, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(scheduler, "LEAST_SAVED", 1)
+    for name in ("LEAST_TOKENS", "LEAST_LONGER", "LEAST_SAVED"):
+        monkeypatch.setattr(scheduler, name, 1)
     prepared = prepare_table(table(), spec)
     given = shard_batch(3, prepared)
     settings = {
