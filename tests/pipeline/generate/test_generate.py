@@ -6,6 +6,7 @@ import io
 import json
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -204,7 +205,7 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
 def test_generate_gives_up_only_the_rows_that_kill(
     spec: PromptSpec, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    """Groups of rows share the prefixes that the whole shard shares: the sums of logarithms are the same bits."""
+    """Groups of rows share the prefixes that the whole shard shares."""
     for name in ("LEAST_TOKENS", "LEAST_LONGER", "LEAST_SAVED"):
         monkeypatch.setattr(scheduler, name, 1)
     prepared = prepare_table(table(), spec)
@@ -219,16 +220,23 @@ def test_generate_gives_up_only_the_rows_that_kill(
     }
     part = part_spec(optional=("token_ids", "cumulative_logprob"))
     commits = Commits()
+    admit, prefixes = Engine.admit, defaultdict[Sequence[int], set[Sequence[int]]](set)
+
+    def noted(self: Engine, requests: Sequence[Any], prefix: Sequence[int] = ()) -> list[int]:
+        for request in requests:
+            prefixes[tuple(request.prompt_ids)].add(tuple(prefix))
+        return admit(self, requests, prefix)
+
+    monkeypatch.setattr(Engine, "admit", noted)
     shard_generator(settings, part, commits)(given)
     assert commits.stats[3].shared_prompt_tokens > 0
     want = pq.read_table(io.BytesIO(commits.parts.pop(3)))
     deadly_ids = [prepared["__prompt_ids"][row].as_py() for row in sorted(POISON)]
-    admit = Engine.admit
 
     def deadly(self: Engine, requests: Sequence[Any], prefix: Sequence[int] = ()) -> list[int]:
         if any(list(request.prompt_ids) in deadly_ids for request in requests):
             raise Death
-        return admit(self, requests, prefix)
+        return noted(self, requests, prefix)
 
     monkeypatch.setattr(Engine, "admit", deadly)
     quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
@@ -237,6 +245,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
     names = [f"row-{row}" for row in sorted(POISON)]
     healthy = [row for row in want.to_pylist() if row["id"] not in names]
     assert [row for row in got.to_pylist() if row["id"] not in names] == healthy
+    assert all(len(found) == 1 for found in prefixes.values())
     bad = [row for row in got.to_pylist() if row["id"] in names]
     assert [row["id"] for row in bad] == names
     assert {row["error"] for row in bad} == {GIVEN_UP}
