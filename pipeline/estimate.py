@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -31,16 +32,18 @@ from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.evaluate import DEPTH_KEYS
-from pipeline.config.job import JobConfig
-from pipeline.generate.agreement import read_prompts
+from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.answer_checks import texts_of, warnings_of
 from pipeline.generate.settings import fetched
+from pipeline.generate.stage import prompts
+from pipeline.input.files import InputFile
+from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.messages import counted
-from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, generator_arguments, plan
-from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.planned import PlannedJob, announce_no_gain, generator_arguments, plan
+from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
+from pipeline.prepare.prompts import prepare_table
 from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
@@ -102,7 +105,7 @@ def estimate(
     began = process_began or time.time()
     backend = backend or jobs.ray_backend(verbose=False)
     with interruptible():
-        job, stored, left = _planned(config, limit, backend)
+        job, left = _planned(config, limit, backend)
         planned = time.time() - began
         manifest, batching, rows_left = job.manifest, job.manifest.batching, sum(shard.rows for shard in left)
         log_memory_estimate(config, job.checkpoint, batching, backend)
@@ -122,7 +125,7 @@ def estimate(
         with ExitStack() as stack:
             stack.enter_context(backend.ready(job.config.actors))  # prints a line if it starts Ray
             ray = time.monotonic() - before
-            job = stack.enter_context(jobs.checked(job, stored, backend))
+            announce_no_gain(job)
             asked = time.time()
             samples = _sample(job, good, speeds, backend, seconds, rows_left)
             before = time.monotonic()
@@ -181,8 +184,8 @@ def estimate(
     }
 
 
-def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
-    """Return the planned job, the plan stored in the output folder (or None), and the shards to answer."""
+def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, list[Shard]]:
+    """Return the planned job, and the shards to answer."""
     if config.input.since is not None:
         if limit is not None:
             raise UserError("--limit: an incremental run cannot have a limit; leave out --limit or input.since")
@@ -191,13 +194,24 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
         if not new:
             raise NothingLeft(f"{config.output.path}: nothing left to plan: no file is new")
         job = plan(config, None, backend, files=new)
-        return job, None, job.manifest.shards
+        return job, job.manifest.shards
     folder = jobs.output_folder(config)
     stored = stored_job(folder, overwrite=False)
     job = plan(config, stored, backend, limit=limit)
     check_same_job(folder, stored, job.manifest)
     done = set() if stored is None else set(read_records(folder, stored.fingerprint)["shard"].to_pylist())
-    return job, stored, [shard for shard in job.manifest.shards if shard.index not in done]
+    return job, [shard for shard in job.manifest.shards if shard.index not in done]
+
+
+def read_prompts(
+    shards: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
+) -> list[Prompt]:
+    """Read the rows of shards, and return their prompts."""
+    return [
+        prompt
+        for shard, table in read_shards(files, shards, schema, storage)
+        for prompt in prompts(prepare_table(table, spec), shard)
+    ]
 
 
 def _prepared(backend: Backend, places: Sequence[Shard], *inputs: Any) -> list[Prompt]:
@@ -385,7 +399,8 @@ def predict(
 
     Return speed -> values. seconds, low, high: wall time with start-up, and its 5th and 95th percentiles. busy_seconds:
     working time, summed over actors. layer_ratio: layers of full depth ÷ layers run, in decode steps. speedup: seconds
-    per row at 1x ÷ at this speed. ideal: value of `speedup` if time were proportional to the layers run.
+    per row at 1x ÷ at this speed; speedup_low and speedup_high are its percentiles. ideal: value of `speedup` if time
+    were proportional to the layers run. timed_seconds: actors' time in the sample, summed.
     """
     random = np.random.default_rng(0)
     measured = {
@@ -395,14 +410,13 @@ def predict(
     }
     second = {name: float(timed[:, 1].sum() / timed[:, 0].sum()) for name, timed in measured.items()}
     totals = {name: reduce(EngineStats.plus, (call.stats for call in calls[name])) for name in measured}
-    found = {}
+    found, rates = dict[str, dict[str, Any]](), dict[str, Any]()
     for name in sorted(second, key=lambda name: -second[name]):
         timed, stats, seconds = measured[name], totals[name], startup + second[name] * longest
         drawn = timed[random.integers(len(timed), size=(REPLICATES, len(timed)))].sum(axis=1)
         spread = np.maximum(0.5, random.normal(1.0, [[SPREAD], [STARTUP_SPREAD]], size=(2, REPLICATES)))
-        low, high = np.percentile(
-            startup * spread[1] + drawn[:, 1] / drawn[:, 0] * spread[0] * longest, [LOW, HIGH]
-        ).tolist()
+        rates[name] = drawn[:, 1] / drawn[:, 0] * spread[0]
+        low, high = np.percentile(startup * spread[1] + rates[name] * longest, [LOW, HIGH]).tolist()
         sampled = int(timed[:, 0].sum())
         ratio = stats.full_layer_steps / stats.layer_steps if stats.layer_steps else None
         found[name] = {
@@ -419,7 +433,11 @@ def predict(
             "speedup": second["1x"] / second[name] if "1x" in second else None,
             "ideal": _ideal(totals["1x"], speeds[name], ratio or 1.0) if "1x" in second else None,
             "sampled": sampled,
+            "timed_seconds": sum(call.seconds for call in calls[name]),
         }
+    for name, line in found.items():
+        ends = np.percentile(rates["1x"] / rates[name], [LOW, HIGH]).tolist() if "1x" in rates else [None, None]
+        line["speedup_low"], line["speedup_high"] = ends
     return found
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from pipeline.commit.claim import check_same_job, claim, stored_job
@@ -25,13 +25,11 @@ from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.generate.stats import Totals
 from pipeline.input.files import Files
-from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, generator_arguments, plan
-from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.planned import PlannedJob, announce_no_gain, plan
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend, job_stages
@@ -102,7 +100,8 @@ def run(
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
             lease = leased(folder) if night is None else nullcontext()
-            with lease, backend.ready(config.actors), checked(job, stored, backend) as job:
+            announce_no_gain(job)
+            with lease, backend.ready(config.actors):
                 if night is not None:
                     night.begin()
                 claim(folder, stored, job.manifest, overwrite=overwrite)
@@ -121,20 +120,6 @@ def output_folder(config: JobConfig) -> Folder:
     folder = open_folder(config.output.path, config.storage)
     check_location(folder)
     return folder
-
-
-@contextmanager
-def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
-    """Yield the job. Measure a new job's agreement with full depth first. Raises UserError if it is too low."""
-    config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
-    in_library = job.checkpoint.checkpoint.in_library
-    if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
-        announce_no_gain(job.schedule, spec)
-        yield job
-        return
-    with backend.ready(config.actors):
-        manifest = with_agreement(config, job.schedule, job.manifest, spec, generator_arguments(job), backend)
-        yield replace(job, manifest=manifest)
 
 
 def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "quick") -> tuple[Totals, int]:

@@ -18,6 +18,10 @@ from urllib.parse import unquote, urlsplit
 
 from actors.engine.errors import UserError, flat
 
+LEAST_TIMED = (
+    10.0  # s; a ratio of two times is printed without "about" only if each was measured for at least this long
+)
+
 
 def is_unicode(text: str) -> bool:
     """Return whether a text has no lone surrogates. JSON and templates allow these, but tokenizers and Arrow do not."""

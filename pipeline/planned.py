@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
@@ -23,7 +24,8 @@ from pipeline.plan.columns import kept_columns, optional_columns
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
-from pipeline.runtime.announce import announced
+from pipeline.prepare.tokenizer import known_tokenizer, tokenize_labels, tokenizer_of
+from pipeline.runtime.announce import announce, announced
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,34 @@ def _check_custom_ids(config: JobConfig, manifest: Manifest) -> None:
             if (url, first) != (shard.url, row):
                 where = f"row {first} of {url} and row {row} of {shard.url}"
                 raise UserError(f"custom_id {one[:80]!r} occurs twice: {where}; make it unique")
+
+
+def can_gain(job: PlannedJob) -> bool:
+    """Return whether any token of the job can run fewer layers than at full depth.
+
+    No token can if prompts run all layers and answers have one token: prefill computes an answer's first token.
+    """
+    config, schedule = job.config, job.schedule
+    if len(schedule.prompt_layers) < schedule.num_layers:
+        return True
+    if schedule.is_full_depth:
+        return False
+    if config.input.choices is not None or config.input.sampling or config.input.is_batch:
+        return True  # rows may set the lengths of their answers
+    if not config.choices:
+        return config.sampling.max_new_tokens > 1
+    tokenizer = tokenizer_of(known_tokenizer(job.checkpoint))
+    ids = tokenize_labels(tokenizer, config.choices)
+    return ChoiceTrie([ids[label] for label in config.choices], [tokenizer.eos_token_id]).most_tokens > 1
+
+
+def announce_no_gain(job: PlannedJob) -> None:
+    """Print a line if the schedule skips layers, but no token of this job can skip any."""
+    if not job.schedule.is_full_depth and not can_gain(job):
+        announce(
+            "this schedule cannot make the job faster: every answer has one token, which prefill computes with all "
+            "layers (schedule.prompt is full). To train a model that skips layers in prefill, set adapt.prompt: first"
+        )
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from actors.answers import Answer, Prompt
@@ -16,10 +18,9 @@ from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
 from pipeline.generate.stats import id_value
 from pipeline.input.rows import read_shards
-from pipeline.plan.agreement import announce_no_gain, is_measured
 from pipeline.plan.columns import check_columns
 from pipeline.plan.hardware import Hardware
-from pipeline.planned import generator_arguments, plan
+from pipeline.planned import announce_no_gain, can_gain, generator_arguments, plan
 from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
@@ -36,12 +37,14 @@ class TriedRow:
     id: Any  # value of the id column; without an id column, file and row number
     prompt: str  # decoded prompt, with special tokens; "" if the row has an error
     answers: list[Answer]
+    full_depth: list[Answer]  # for each of `answers`, the one at full depth; [] if they cannot differ
     control_tokens: int  # number of control tokens in the row's values
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
     """Answer the first `rows` rows of the input. Pass notes about the job, e.g. which tokens end answers, to `say`.
 
+    If the job's schedule can change answers, answer the rows at full depth too, with the same random numbers.
     Random numbers, prompts and row errors are the same as in the job. Batches are smaller, and no prefix is shared.
     Except in float32, answers may therefore differ. Raises UserError; NoRows if the input is empty.
     """
@@ -49,7 +52,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     job = plan(_on_this_machine(config), None, Hardware(), limit=rows, preview=True)
     section, manifest = job.config.input, job.manifest
     spec = prompt_spec(job.config, job.checkpoint, manifest.batching.planned)
-    announce_no_gain(job.schedule, spec)
+    announce_no_gain(job)
     prepared: list[tuple[Any, Prompt, int]] = []
     continued = False
     with announced("preparing the prompts"):
@@ -63,25 +66,43 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     with announced("loading the model"):
         from actors.generator import Generator
 
-        generator = Generator(**fetched(generator_arguments(job)))
+        settings = fetched(generator_arguments(job))
+        generator = Generator(**settings)
     if continued and not section.continue_final:
         note = "a chat ends with an assistant's message, but the model starts a new message"
         say(f"{note}; to continue the last one, set input.continue_final: true")
     say(f"answers end at {', '.join(_ends(job.checkpoint.checkpoint.path, spec)) or 'no token (the model names none)'}")
-    if is_measured(job.config, job.schedule, spec):
-        say("`try` does not measure agreement with full depth; `plan` and `run` do, and refuse a job with too little")
+    given = [prompt for _, prompt, _ in prepared]
     with announced("answering"):
-        answers = generator.answer([prompt for _, prompt, _ in prepared])
+        answers, full_depth = generator.answer(given), list[Answer]()
+    if not job.schedule.is_full_depth and can_gain(job):
+        schedule = job.checkpoint.checkpoint.schedule({"speedup": 1.0})
+        with announced("answering at full depth"):
+            if settings["speed_adapter"] is None or settings["vllm"] is not None:
+                generator = generator.at(schedule)
+            else:  # the adapter is merged into the weights; free them first, because two models may not fit into memory
+                generator.engine.close()
+                del generator
+                gc.collect()
+                generator = Generator(**{**settings, "speed_adapter": None, "schedule": schedule})
+            full_depth = generator.answer(given)
     tokenizer = tokenizer_of(spec.checkpoint)
     return [
         TriedRow(
             id,
             tokenizer.decode(list(prompt.ids)) if prompt.ids else "",
             [answer for answer in answers if answer.row == row],
+            [answer for answer in full_depth if answer.row == row],
             control_tokens,
         )
         for row, (id, prompt, control_tokens) in enumerate(prepared)
     ]
+
+
+def same_tokens(answer: Answer, other: Answer) -> int:
+    """Return how many tokens two answers have in common, in the same order."""
+    matcher = SequenceMatcher(None, answer.token_ids or (), other.token_ids or (), autojunk=False)
+    return sum(block.size for block in matcher.get_matching_blocks())
 
 
 def _ends(checkpoint: Any, spec: PromptSpec) -> list[str]:

@@ -34,7 +34,36 @@ def demo(
     with command(verbose=False):
         job = write_demo(folder, rows)
     run(job, show=5)
+    with command(verbose=False):
+        _print_speedup(job)
     typer.echo("to answer your own rows, write a job file with `skipdecode init FILE`")
+
+
+def _print_speedup(path: Path) -> None:
+    """Answer the demo's first prompts at full depth too, and print both times. Do nothing if the job was too short."""
+    from pipeline import job as jobs
+    from pipeline.commit.sink import SUCCESS
+    from pipeline.config.job import JobConfig
+    from pipeline.config.load import load_config
+    from pipeline.generate.stats import Totals
+    from pipeline.messages import LEAST_TIMED
+    from pipeline.runtime.announce import announce
+    from pipeline.storage.folder import open_folder, read_json
+
+    config = load_config(JobConfig, path)
+    fast = read_json(open_folder(config.output.path, config.storage), SUCCESS, Totals)
+    if fast is None or fast.generate_seconds < LEAST_TIMED:
+        return
+    rows = max(1, round(fast.rows * LEAST_TIMED / fast.generate_seconds))
+    announce(f"answering the first {rows:,} prompts at full depth, to compare the times")
+    changes = ["schedule.speedup=1", f"output.path={config.output.path}-1x"]
+    slow = jobs.run(load_config(JobConfig, path, changes), limit=rows, backend=jobs.ray_backend(verbose=False)).totals
+    if slow.generate_seconds >= LEAST_TIMED:
+        each, full = (1000 * one.generate_seconds / one.rows for one in (fast, slow))
+        typer.echo(
+            f"an actor needs {each:.2f} ms for a prompt, and {full:.2f} ms at full depth: {full / each:.2f}x as fast, "
+            f"timed for {fast.generate_seconds:.0f} s and {slow.generate_seconds:.0f} s"
+        )
 
 
 def keys(

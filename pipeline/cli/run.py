@@ -114,19 +114,21 @@ def try_rows(
     rows: Annotated[int, typer.Option(min=1, help="Number of rows to answer, from the input's start.")] = 5,
     verbose: Verbose = False,
 ) -> None:
-    """Answer a few rows in this process, and print prompts and answers. Writes no file and does not start Ray."""
+    """Answer a few rows in this process, also at full depth, and print prompts and answers. Writes no file."""
     with command(verbose, out_of_memory=LOWER) as advice:
         from pipeline.config.job import JobConfig
 
         config = advice.load(JobConfig, job, changes)
         from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
         from pipeline.messages import counted, parsed_control_tokens
-        from pipeline.try_rows import answer_first_rows
+        from pipeline.try_rows import answer_first_rows, same_tokens
 
-        tried = answer_first_rows(config, rows, typer.echo)
+        tried, same, tokens = answer_first_rows(config, rows, typer.echo), 0, 0
         for row in tried:
             lines = [f"\n[{'no id' if row.id is None else row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
+            at_full_depth = {answer.sample_index: answer for answer in row.full_depth}
             for answer in row.answers:
+                full = at_full_depth.get(answer.sample_index)
                 if answer.error is not None:
                     lines.append(f"  error: {answer.error}")
                     continue
@@ -138,7 +140,17 @@ def try_rows(
                     f"  {name}: {answer.generated_text}",
                     f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
                 ]
+                if full is not None and full.error is None:
+                    equal, longer = same_tokens(answer, full), max(answer.generated_tokens, full.generated_tokens)
+                    same, tokens = same + equal, tokens + longer
+                    ended = f"{full.finish_reason}, {counted(full.generated_tokens, 'token')}"
+                    lines += [
+                        f"  full depth's {name}: {full.generated_text}",
+                        f"    ({ended}, {equal / longer:.0%} of the tokens are the same)",
+                    ]
             typer.echo("\n".join(filter(None, lines)))
+        if tokens:
+            typer.echo(f"\nthe same tokens as at full depth: {same:,} of {tokens:,} ({same / tokens:.1%})")
         if parsed := sum(row.control_tokens for row in tried):
             typer.echo(parsed_control_tokens(parsed))
         answers = [answer for row in tried for answer in row.answers]

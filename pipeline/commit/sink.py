@@ -93,7 +93,8 @@ def commit_shard(
     if first:
         metrics.add("rows", stats.rows)
         metrics.add("row_errors", stats.errors)
-    coordinator.ended(shard.index, first, stats.rows, stats.errors, stats.generated_tokens, stats.error_kinds)
+    counts = (stats.rows, stats.errors, stats.generated_tokens)
+    coordinator.ended(shard.index, first, *counts, stats.error_kinds, stats.warnings)
 
 
 def _rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> Record:

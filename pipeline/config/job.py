@@ -128,20 +128,6 @@ class RunScheduleConfig(ScheduleConfig):
     )
 
 
-class JobScheduleConfig(RunScheduleConfig):
-    """A job's schedule, and checks that stop the job if the schedule ruins the text."""
-
-    min_agreement: float = Field(
-        0.6,
-        ge=0,
-        le=1,
-        description="share of tokens that must be the same as at full depth; below this share, a new job stops",
-    )
-    agreement_rows: int = Field(
-        16, ge=0, description="number of rows that a new job compares with full depth before it begins; 0: none"
-    )
-
-
 class SamplingConfig(Section):
     """Sampling parameters, with the names and defaults of `SamplingParams`. `input.sampling` overrides them per row."""
 
@@ -245,7 +231,7 @@ class JobConfig(Section):
     input: InputConfig
     output: OutputConfig
     model: ModelConfig
-    schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
+    schedule: RunScheduleConfig = Field(default_factory=RunScheduleConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,

@@ -1,4 +1,7 @@
-"""Finds signs of bad answers. `try`, `plan`, `adapt`, `run` and the report warn if too many answers show a sign."""
+"""Finds signs of bad answers. `try`, `plan`, `adapt`, `run` and the report warn if too many answers show a sign.
+
+`run` warns when it has committed its first shard, so that it can be stopped, and again at its end.
+"""
 
 from __future__ import annotations
 

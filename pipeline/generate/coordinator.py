@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 SHOWN_KINDS = 3  # maximum number of kinds of errors to show
@@ -24,6 +25,7 @@ class RunProgress:
     actors: int = 0  # number of actors that have loaded their model
     kinds: tuple[tuple[str, int], ...] = ()  # (kind of error, number of answers), most frequent first
     example: str = ""  # the latest prompt and answer that an actor has sent
+    warnings: tuple[str, ...] = ()  # signs of bad answers in the shard that was committed first
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Coordinator:
         self.actors: set[str | None] = set()
         self.kinds = Counter[str]()
         self.example = ""
+        self.warnings: tuple[str, ...] = ()
 
     def loading(self, actor: str | None) -> int:
         """Note that an actor begins to load its model. Return the number of its attempts since the last success."""
@@ -78,15 +81,26 @@ class Coordinator:
         """Store an answer that the driver may show."""
         self.example = example
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, kinds: str = "") -> None:
+    def ended(
+        self,
+        shard: int,
+        first: bool,
+        rows: int,
+        errors: int,
+        tokens: int,
+        kinds: str = "",
+        warnings: Sequence[str] = (),
+    ) -> None:
         """Note that a shard is committed. first: whether this attempt committed it. Other attempts' counts are dropped.
 
-        kinds: value of `error_kinds` in the shard's `ShardStats`.
+        kinds, warnings: `error_kinds` and `warnings` of the shard's `ShardStats`.
         """
         self.done.add(shard)
         self.at_work.discard(shard)
         if first:
             done = self.committed
+            if not done.shards:
+                self.warnings = tuple(warnings)
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
             for kind, answers, *_ in json.loads(kinds or "[]"):
                 self.kinds[kind or "other"] += answers
@@ -110,4 +124,5 @@ class Coordinator:
             actors=len(self.actors),
             kinds=tuple(self.kinds.most_common(SHOWN_KINDS)),
             example=self.example,
+            warnings=self.warnings,
         )

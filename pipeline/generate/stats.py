@@ -126,6 +126,11 @@ class ShardStats(Counts):
         }
         return cls.of_run(shard, part, known)
 
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings that too many answers of the shard look bad, see `answer_checks.warnings`."""
+        return warnings(asdict(self), json.loads(self.common_answers or "{}"), self.stopped + self.cut_off)
+
 
 def _checked(item: Field[Any], value: Any) -> Any:
     """Return `value` if a record can store it in the field `item`. Raises TypeError or ValueError if not."""

@@ -167,31 +167,3 @@ def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int |
         size += file.group_bytes[group] * rows / max(file.group_rows[group], 1)
     is_part = starts[number] < shard.first_row or end < starts[number + 1]
     return (number if is_part else None), size
-
-
-SCANNED_ROWS, SCANNED_BYTES = 4096, 16 * 2**20  # maximum rows and bytes of a row group to read for one row
-
-
-def spread_rows(files: Sequence[InputFile], shards: Sequence[Shard], count: int) -> list[Shard]:
-    """Pick at most `count` rows, evenly spaced over the shards, and return each as a shard of one row, in order.
-
-    Pick only rows near the start of a row group, so that little is read to reach them.
-    """
-    ends = {shard.url: shard.first_row + shard.rows for shard in shards}  # the shards of a file cover its first rows
-    begins: list[tuple[str, int]] = []
-    starts = [0]  # for each entry of `begins`: the number of candidate rows before it
-    for file in files:
-        first = 0
-        for rows, size in zip(file.group_rows, file.group_bytes, strict=True):
-            near = min(rows, SCANNED_ROWS, max(1, rows * SCANNED_BYTES // max(size, 1)), ends.get(file.url, 0) - first)
-            if near > 0:
-                begins.append((file.url, first))
-                starts.append(starts[-1] + near)
-            first += rows
-    taken = min(count, starts[-1])
-    places = [number * starts[-1] // taken for number in range(taken)]
-    groups = [bisect_right(starts, place) - 1 for place in places]
-    return [
-        Shard(number, begins[group][0], begins[group][1] + place - starts[group], 1)
-        for number, (place, group) in enumerate(zip(places, groups, strict=True))
-    ]

@@ -20,7 +20,6 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
-from pipeline.generate.agreement import Agreement
 from pipeline.input.files import Files, InputFile, file_format, input_root, list_files
 from pipeline.input.rows import common_schema, decode, read_layout
 from pipeline.input.schema import plain
@@ -53,7 +52,6 @@ class Manifest:
     files: list[InputFile]  # pinned input files
     shards: list[Shard]  # in order: the index of a shard is its place in the list
     schema: pa.Schema  # columns that the job reads, with the same types for all files
-    agreement: Agreement | None = None  # agreement with full depth, if it was measured before the job began
 
     @property
     def rows(self) -> int:
@@ -114,8 +112,7 @@ def plan_job(
     # use the stored files: a file rewritten with the same bytes has a new version, but the job stays the same
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    agreement = None if stored is None else stored.agreement
-    return Manifest(fingerprint, identity, batching, pinned, shards, schema, agreement)
+    return Manifest(fingerprint, identity, batching, pinned, shards, schema)
 
 
 def _first_files(config: JobConfig, listed: Files, rows: int) -> Files:

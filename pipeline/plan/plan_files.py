@@ -17,7 +17,6 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from actors.engine.errors import UserError
-from pipeline.generate.agreement import Agreement
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
 from pipeline.messages import one_line, printable
@@ -27,7 +26,7 @@ from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 6
+FORMAT = 7
 CHECK = ',\n  "check": "'  # last key in job.json; its value is the digest of all bytes before this text
 
 
@@ -46,7 +45,6 @@ def save(folder: Folder, manifest: Manifest) -> None:
         "fingerprint": manifest.fingerprint,
         "identity": manifest.identity,
         "batching": asdict(manifest.batching),
-        "agreement": None if manifest.agreement is None else asdict(manifest.agreement),
         "sha256": {name: _sha256(data) for name, data in files.items()},
     }
     text = json.dumps(values, indent=2).removesuffix("\n}")
@@ -75,8 +73,7 @@ def load(folder: Folder) -> Manifest | None:
     shards = _shards(read_parquet(data[PLAN]))
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
     batching = TypeAdapter(Batching).validate_python(values["batching"])
-    agreement = TypeAdapter(Agreement | None).validate_python(values["agreement"])
-    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema, agreement)
+    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
 
 
 def is_own(text: bytes) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.messages import counted, duration
+from pipeline.messages import LEAST_TIMED, counted, duration
 
 LEAST_ROWS = 8  # minimum number of answered rows for which a speed's interval is shown
 
@@ -34,7 +34,8 @@ def print_estimate(console: Console, found: Mapping[str, Any]) -> None:
     console.print(
         f"\n*: the job's speed; wall clock includes {found['startup']['seconds']:.0f} s of start-up; "
         f"{'brackets: 90% interval; ' * (answered >= LEAST_ROWS)}measured on {counted(answered, 'row')} that {actors} "
-        "answered here; ideal: speed-up if time were proportional to the layers run"
+        f"answered here; about: timed for less than {LEAST_TIMED:g} s; ideal: speed-up if time were proportional to "
+        "the layers run"
     )
     if loads := found["sample"]["further_loads"]:
         took = f"{'took' if loads == 1 else 'together took'} {duration(found['sample']['further_load_seconds'])}"
@@ -65,7 +66,7 @@ def _table(found: Mapping[str, Any]) -> Table:
             "tokens/s": f"{line['tokens_per_second']:,.0f}",
             "new tokens": f"{line['generated_tokens']:,}",
             "layer ratio": _ratio(line["layer_ratio"]),
-            "speed-up": _ratio(line["speedup"]),
+            "speed-up": _speedup(line, found["speeds"]),
             "ideal": _ratio(line["ideal"]),
             "cache MiB": f"{line['cache_bytes'] / 2**20:,.1f}",
             "device-hours": f"{line['device_hours']:.3g}",
@@ -80,6 +81,15 @@ def _table(found: Mapping[str, Any]) -> Table:
     for line in lines:
         table.add_row(*(line[name] or "-" for name in names))
     return table
+
+
+def _speedup(line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return a speed-up with its interval; "about" says that the speed or 1x was timed for less than `LEAST_TIMED`."""
+    if line["speedup"] is None or line["speed"] == "1x":
+        return _ratio(line["speedup"])
+    timed = min(one["timed_seconds"] for one in lines if one["speed"] in ("1x", line["speed"]))
+    interval = f" [{line['speedup_low']:.2f}, {line['speedup_high']:.2f}]" if line["sampled"] >= LEAST_ROWS else ""
+    return f"{'about ' * (timed < LEAST_TIMED)}{_ratio(line['speedup'])}{interval}"
 
 
 def _ratio(value: float | None) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.commit.runs import JobRun
-from pipeline.generate.agreement import Agreement
 from pipeline.generate.stats import Totals
 from pipeline.messages import counted, duration, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
@@ -63,19 +62,6 @@ def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
     return sum((end - begin) * count for (begin, end), count in zip(spans, devices, strict=True))
 
 
-def clock_speedups(
-    agreement: Agreement | None, totals: Totals, held: float | None
-) -> tuple[float | None, float | None]:
-    """Return two measured speed-ups over full depth: of the whole job, and of decode alone; None if not known."""
-    decode = None if agreement is None else agreement.decode_ratio
-    if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
-        return None, None
-    saved = totals.prefill_seconds * ((agreement.prefill_ratio or 1.0) - 1)
-    saved += totals.decode_seconds * ((decode or 1.0) - 1)
-    devices = totals.device_seconds / totals.generate_seconds
-    return 1 + saved * devices / held, decode if totals.decode_steps else None
-
-
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
     """Yield lines about the work and cost of a job. runs: recorded runs. shards: statistics in `STATS_SCHEMA`."""
     rows = counted(manifest.rows, "row")
@@ -112,18 +98,11 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
     if runs and (wall := sum(end - begin for begin, end in run_spans(runs, shards))):
         tokens = f", {totals.generated_tokens / wall:,.1f} tokens/s" if totals.decode_steps else ""
         yield f"{counted(len(runs), 'run')} took {duration(wall)}: {totals.rows / wall:,.1f} rows/s{tokens}"
-    held = held_seconds(runs, shards)
-    yield from _cost(totals, held)
+    yield from _cost(totals, held_seconds(runs, shards))
     yield (
         f"KV cache: at most {totals.cache_bytes / 2**20:.1f} MiB per batch; peak memory of an actor: "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB"
     )
-    whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
-    if whole is not None and totals.layer_steps < totals.full_layer_steps:
-        alone = "" if decode_alone is None else f"; decode alone {decode_alone:.2f}x"
-        yield f"wall-clock speed-up: {whole:.2f}x with start-up{alone}; full depth was timed on the sampled rows"
-    if manifest.agreement is not None:
-        yield f"agreement with full depth, measured at the start: {manifest.agreement}"
     if totals.shared_prompt_tokens:
         shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
         yield f"{shared} were computed only once for several rows: shared prefixes, prompts and samples"

@@ -5,6 +5,7 @@ On a terminal, one line is redrawn. Elsewhere, a line is printed every `PLAIN_SE
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import deque
@@ -93,6 +94,7 @@ def shown_progress(coordinator: Coordinator, work: Workload) -> Iterator[Progres
     with live or nullcontext(), repeating(partial(progress.show, live), LIVE_SECONDS, "progress"):
         yield progress
     line, fields = progress.read()  # includes the latest commits
+    progress.warn()
     if live is None:
         announce(line, "progress", **fields)
 
@@ -107,6 +109,7 @@ class Progress:
         self.phase = self.shown_phase = ""
         self.shown = time.monotonic()
         self.example, self.example_due = "", 0.0
+        self.warnings, self.warned = tuple[str, ...](), False
         self.starved_since: float | None = None
 
     def read(self) -> tuple[str, dict[str, Any]]:
@@ -117,7 +120,7 @@ class Progress:
         except (ray.exceptions.RayError, TimeoutError):
             unknown = "progress unknown: the run's coordinator does not answer"
             return unknown if self.phase else "starting the run's coordinator", {}
-        self.example = run.example
+        self.example, self.warnings = run.example, run.warnings
         self.phase = "rows" if run.shards else _waits_for(run)[0]
         if not self.seen and (run.at_work or run.shards):
             self.seen.append((now, run))
@@ -160,6 +163,7 @@ class Progress:
                 line += ": the first rows"
             self.shown, self.shown_phase = time.monotonic(), self.phase
             announce(line, "progress", **fields)
+        self.warn()
         if not self.example or time.monotonic() < self.example_due:
             return
         self.example_due, example = time.monotonic() + EXAMPLE_SECONDS, f"example: {self.example}"
@@ -167,3 +171,11 @@ class Progress:
             live.console.print(Text(example))
         else:
             announce(example, "example")
+
+    def warn(self) -> None:
+        """Print, once, the signs of bad answers in the first committed shard. A user may then stop the job."""
+        if self.warned:
+            return
+        self.warned = bool(self.warnings)
+        for line in self.warnings:
+            announce(f"warning: in the first shard, {line}", "warning", logging.WARNING)

@@ -94,14 +94,12 @@ def _labels(totals: Totals, manifest: Manifest) -> str:
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int, storage: StorageConfig) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
-    for row, full_depth in shown_rows(folder, result.manifest, show, storage) if show else []:
+    for row in shown_rows(folder, result.manifest, show, storage) if show else []:
         console.print(f"\n[{'no id' if row['id'] is None else row['id']}]")
         for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
                 title = "answer" if name == "generated_text" else name
                 console.print(f"  {title}: {row[name]}")
-        if full_depth is not None:
-            console.print(f"  full depth's answer: {full_depth}")
     if show:
         console.print()
     if result.fresh_rows:
@@ -128,27 +126,14 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
     return [] if totals is None else [(totals.errors, totals.rows)]
 
 
-def shown_rows(
-    folder: Folder, manifest: Manifest, count: int, storage: StorageConfig
-) -> list[tuple[dict[str, Any], str | None]]:
-    """Return up to `count` pairs (row with prompt, answer at full depth). Without such answers: first rows, None."""
-    urls = {file.digest or file.version: file.url for file in manifest.files}
-    shown: list[tuple[dict[str, Any], str | None]] = []
-    for example in () if manifest.agreement is None else manifest.agreement.examples:
-        if len(shown) == count:
-            break
-        for shard in manifest.shards:
-            place = example.row - shard.first_row
-            if shard.url == urls.get(example.content) and 0 <= place < shard.rows:
-                rows = rows_of(folder.read(part_name(shard.index)))
-                if len(rows) == shard.rows:  # each row has one answer
-                    prompt = prompt_texts(manifest, replace(shard, rows=place + 1), storage)[-1]
-                    shown.append(({"prompt": prompt or None, **rows[place]}, example.text))
-    for shard in () if shown else manifest.shards:
+def shown_rows(folder: Folder, manifest: Manifest, count: int, storage: StorageConfig) -> list[dict[str, Any]]:
+    """Return the first `count` rows of the output, each with its prompt."""
+    shown, prompt = list[dict[str, Any]](), ""
+    for shard in manifest.shards:
         if len(shown) >= count:
             break
         prompts = iter(prompt_texts(manifest, replace(shard, rows=min(shard.rows, count)), storage))
         for row in rows_of(folder.read(part_name(shard.index))):
             prompt = prompt if row["sample_index"] else next(prompts, "")
-            shown.append(({"prompt": prompt or None, **row}, None))
+            shown.append({"prompt": prompt or None, **row})
     return shown[:count]

@@ -289,7 +289,7 @@ def label_speeds(given: argparse.Namespace, folder: Path, rounds: Rounds, save: 
     def seconds(schedule: str, count: int) -> dict[str, Any]:
         values = job_values(given, label_rows(folder, count), folder / "answers", choices=categories)
         values["input"] = {"path": str(folder / "labels.parquet"), "id": "id", "messages": "messages"}
-        values["schedule"] = {**LABELS_SCHEDULES[schedule], "agreement_rows": 0}
+        values["schedule"] = LABELS_SCHEDULES[schedule]
         values["model"] |= {} if schedule == "one layer" else {"speed_adapter": ADAPTER}
         values["sampling"] = {}
         found, shards = run_job(given, folder, values)

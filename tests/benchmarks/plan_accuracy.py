@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/benchmarks/plan_accuracy.py --jobs demo-1x,demo-3x --out work/plan-accuracy.json
 
-Each job is planned and then run, its agreement measured by the plan. Times are wall clocks of whole commands. The error
+Each job is planned and then run. Times are wall clocks of whole commands. The error
 of a progress line's ETA is that of the end which it expects, over the seconds of the command. Run it on a machine that
 does nothing else: other work changes both, and not equally.
 

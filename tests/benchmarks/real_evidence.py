@@ -35,7 +35,7 @@ from actors.engine.model.loading import inspect, with_adapter
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.load import load_config
 from pipeline.learn.evaluate.metrics import SAMPLES, SEED, Array, interval, resampled_sums
-from pipeline.learn.evaluate.results import answers_file
+from pipeline.learn.evaluate.results import answers_file, clock_ratio
 
 DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large
@@ -295,9 +295,9 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
         cells = {
             "line": row.title,
             "layer ratio": "-" if values["layer_ratio"] is None else f"{values['layer_ratio']:.2f}x",
-            "wall clock, whole": f"{values['wall_clock']:.2f}x",
+            "wall clock, whole": clock_ratio(values["wall_clock"]),
             "ideal": whole,
-            "decode": f"{values['decode_wall_clock']:.2f}x",
+            "decode": clock_ratio(values["decode_wall_clock"]),
             "decode, ideal": decode,
             TITLES[metric]: f"{values[metric]:.1f}",
             "loss against 1x": "-" if row is full else _loss(values, metric),

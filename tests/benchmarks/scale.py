@@ -144,7 +144,6 @@ def config(folder: Path, actors: dict[str, Any], **more: Any) -> JobConfig:
         "input": {"path": str(folder / "inputs"), "id": "id"},
         "output": {"path": str(folder / "answers")},
         "model": {"path": str(folder / "checkpoint"), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 8},
         "actors": actors,
         **more,

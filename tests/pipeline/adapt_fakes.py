@@ -49,7 +49,7 @@ def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) ->
         "input": {"path": str(inputs), "id": "key", "template": "say {{ q }}"},
         "output": {"path": str(answers), "keep": ["key"]},
         "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"speedup": 2, "horizon": 6, "agreement_rows": 0},
+        "schedule": {"speedup": 2, "horizon": 6},
         "sampling": {"max_new_tokens": 8, "stop": ["1e5"]},
         "adapt": {"rows": 20, "held_out": 6, "speedups": [1, 2, 3], "tolerance": 10.0, **adapt},
     }

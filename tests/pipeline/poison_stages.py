@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.generate.agreement import read_prompts
+from pipeline.estimate import read_prompts
 from pipeline.generate.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.stage import prepare

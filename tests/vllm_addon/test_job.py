@@ -63,7 +63,7 @@ def job(folder: Path, inputs: dict[str, Any], engine: str, speedup: float, **cha
         "input": {"path": inputs["data"], "id": "id", "sampling": "sampling"},
         "output": {"path": str(folder / f"{engine} {speedup}")},
         "model": model,
-        "schedule": {"speedup": speedup, "horizon": 8, "unadapted": True, "agreement_rows": 0},
+        "schedule": {"speedup": speedup, "horizon": 8, "unadapted": True},
         "sampling": {"max_new_tokens": 24, "stop": ["."]},
         "actors": {"count": 1, "threads": 1, "max_batch": 4, "cache_bytes": 2**27},
         "shard_rows": SHARD_ROWS,
@@ -157,7 +157,7 @@ def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, An
 
 
 def test_a_job_of_constant_depth_has_the_library_engines_answers(inputs: dict[str, Any], tmp_path: Path) -> None:
-    schedule = {"speedup": 2, "decay": "constant", "prompt": "first", "unadapted": True, "agreement_rows": 0}
+    schedule = {"speedup": 2, "decay": "constant", "prompt": "first", "unadapted": True}
     library, values = (job(tmp_path, inputs, engine, 2, schedule=schedule) for engine in ("library", "vllm"))
     assert run_and_read(values) == run_and_read(library)
     assert {row["mean_depth"] for row in shards(values["output"]["path"])} == {cases.LAYERS / 2}

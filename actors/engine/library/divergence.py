@@ -56,9 +56,6 @@ def teacher_forced(
     full: Model,
     others: Sequence[Model],
     pairs: Sequence[Pair],
-    *,
-    # index of the first response token that counts; 1 leaves out the token that the prompt alone predicts
-    first: int = 0,
     report: Report = lambda rows: None,  # called before each pass and at the end, with the number of rows done
 ) -> list[ForcedScores]:
     """Compare each of `others` with `full` on `pairs` of (prompt ids, response ids); return the scores of each.
@@ -68,11 +65,11 @@ def teacher_forced(
     the vocabulary is ignored. Models with the same weights and prompt layers share the pass over the prompts.
     """
     sums = np.zeros((len(others), 3, len(pairs)))
-    tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
+    tokens = np.array([len(response) for _, response in pairs], dtype=np.float64)
     models = [full, *others]
     for batch in _batches(pairs, len(models), report):
         states = _states(models, batch.rows)
-        for chunk in batch.chunks(full.decoder.vocab_size, first):
+        for chunk in batch.chunks(full.decoder.vocab_size):
             expected, labels = full.decoder.logits(states[0][chunk]), batch.labels[chunk]
             for number, other in enumerate(others):
                 logits = other.decoder.logits(states[number + 1][chunk])
@@ -91,7 +88,7 @@ def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda ro
     regret: Array = np.zeros((1, len(pairs)))
     for batch in _batches(pairs, 1, report):
         [states] = _states([full], batch.rows)
-        for chunk in batch.chunks(full.decoder.vocab_size, 0):
+        for chunk in batch.chunks(full.decoder.vocab_size):
             logits = full.decoder.logits(states[chunk]).float()
             chosen = logits.gather(-1, batch.labels[chunk, None].to(logits.device))[:, 0]
             batch.add(regret, chunk, (logits.amax(dim=-1) - chosen)[None])
@@ -104,23 +101,18 @@ class _Batch:
     """Rows of one forward pass, and their M response tokens, row by row.
 
     labels: [M], the response tokens. owners: [M], index of each token's row among the pairs of all passes.
-    places: [M], index of each token in its response.
     """
 
     rows: Sequence[Row]
     labels: Tensor
     owners: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
 
-    def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
+    def chunks(self, vocabulary: int) -> Iterator[Any]:
         """Yield indices of response tokens in chunks that need at most `LOGITS_AT_ONCE` logits each.
 
-        vocabulary: number of logits of a token. first: number of tokens at the start of each response to leave out.
+        vocabulary: number of logits of a token.
         """
-        counted = np.flatnonzero(self.places >= first)
-        size = max(1, LOGITS_AT_ONCE // vocabulary)
-        for start in range(0, len(counted), size):
-            yield torch.from_numpy(counted[start : start + size])
+        yield from torch.split(torch.arange(len(self.owners)), max(1, LOGITS_AT_ONCE // vocabulary))
 
     def add(self, sums: Array, chunk: Tensor, values: Tensor) -> None:
         """Add each token's K `values` [K, tokens of the chunk] to the K `sums` [K, N] of the token's row."""
@@ -140,7 +132,7 @@ def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Ba
         report(done)
         lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in batch]
         owners = np.repeat([row["row"] for row in batch], lengths)
-        yield _Batch(batch, response_labels(batch), owners, np.concatenate([np.arange(length) for length in lengths]))
+        yield _Batch(batch, response_labels(batch), owners)
         done += len(batch)
     report(done)
 

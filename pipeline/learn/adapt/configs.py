@@ -14,14 +14,13 @@ from actors.engine.errors import UserError, flat
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.adapt import LEARNING_RATE, LOSS, LOSS_OF_RESPONSES, TRAINING, AdaptConfig
-from pipeline.config.job import JobConfig, JobScheduleConfig
+from pipeline.config.job import JobConfig, RunScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 from pipeline.input.files import InputFile
 from pipeline.learn.evaluate.results import Line
 
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # all schedule keys but the depths
-CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's `schedule` that the final job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # schedule key that adapt cannot change -> the decay that uses it
 SAMPLE, ASKED, ANSWERS, TRAIN = "sample.parquet", "asked.parquet", "full-depth", "train.parquet"
 DEV, HELD_OUT = "dev.parquet", "held-out.parquet"  # DEV chooses the best training step, HELD_OUT the speed
@@ -83,7 +82,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "input": config.input.model_copy(update={"path": [str(folder / asked)], **whole}),
             "output": config.output.model_copy(update={"path": str(folder / ANSWERS), **plain}),
             "model": config.model.model_copy(update={"path": pinned_path(config, resolved)}),
-            "schedule": JobScheduleConfig(speedup=1.0),
+            "schedule": RunScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
         }
@@ -196,8 +195,7 @@ def job_text(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, t
         f"The job answers all rows, including those of {task.folder / SAMPLE}. Run it: "
         f"skipdecode run {shlex.quote(str(path))}",
     ]
-    schedule = {key: value for key, value in (values.get("schedule") or {}).items() if key in CHECKS}
-    schedule |= {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
+    schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
     job = {**values, "model": {**values["model"], **tuned_model(task)}, "schedule": schedule}
     job.pop("adapt", None)
     return "".join(f"# {flat(line)}\n" for line in comment) + dump_yaml(job)

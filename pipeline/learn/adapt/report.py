@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.config.adapt import MEANINGS
-from pipeline.learn.adapt.choice import full_depth
 from pipeline.learn.adapt.configs import AFTER, BEFORE
 from pipeline.learn.adapt.run import Adapted
-from pipeline.learn.evaluate.results import bracketed, chance_metric, remarks, uselessness
+from pipeline.learn.evaluate.results import bracketed, chance_metric, clock_ratio, remarks, uselessness
+from pipeline.messages import LEAST_TIMED
 
 # metric -> title of its column; the column is shown if the metric was measured
 FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}
@@ -34,7 +34,8 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
     console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}")
     console.print(
         f"losses are differences from the job's checkpoint at full depth, in {unit}; held-out rows, greedy sampling, "
-        f"95% intervals by paired bootstrap over rows. Tolerance: {adapted.tolerance:g}",
+        f"95% intervals by paired bootstrap over rows. Tolerance: {adapted.tolerance:g}. wall: time at 1x ÷ time of "
+        f"the line, left out unless both were timed for at least {LEAST_TIMED:g} s",
     )
     if adapted.metric in adapted.chance:
         console.print(
@@ -89,10 +90,10 @@ def to_dict(adapted: Adapted) -> dict[str, Any]:
 def _table(adapted: Adapted) -> Table:
     table = Table(box=None, pad_edge=False)
     further = [name for name in FURTHER if name in adapted.nearest.scores and name != adapted.metric]
-    columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "within")
+    columns = ("speed", "layer ratio", "wall", "timed s", adapted.metric, "before", "loss", "within")
     for name in (*columns, *(FURTHER[name] for name in further)):
         table.add_column(name, justify="right")
-    before, full = {line.name: line for line in adapted.before}, full_depth(adapted.after)
+    before = {line.name: line for line in adapted.before}
     for line in adapted.after:
         if line.nominal is None:
             continue
@@ -100,7 +101,8 @@ def _table(adapted: Adapted) -> Table:
         table.add_row(
             line.name + (" *" if line == adapted.chosen else ""),
             "" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
-            f"{full.seconds / line.seconds:.2f}x",
+            clock_ratio(line.wall_clock),
+            f"{line.timed_seconds:,.0f}",
             f"{score.value:.4g}",
             f"{before[line.name].scores[adapted.metric].value:.4g}",
             bracketed(score.loss, score.loss_low, score.loss_high, 3 if adapted.metric == "token_kl" else 1),

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.learn.evaluate.metrics import CONFIDENCE, METRICS, Score
-from pipeline.messages import counted
+from pipeline.messages import LEAST_TIMED, counted
 
 RECORD = "evaluate.json"
 Scores = dict[str, Score]  # metric name -> score
@@ -34,7 +34,9 @@ class Line:
         mean_depth: Mean number of layers of a decode step; None if there was no decode step.
         decode_seconds: Time of all decode steps, median over timed rounds.
         tokens_per_second: Generated tokens divided by `seconds`.
+        timed_seconds: Time of all timed rounds together.
         wall_clock, decode_wall_clock: Speed-ups: `seconds` and `decode_seconds` of the 1x line divided by this line's.
+            None if the rounds of one of the two lines took less than `LEAST_TIMED` together.
         cache_bytes: Size of the KV cache of the largest batch.
         warnings: Signs of bad answers, such as one text for most rows.
     """
@@ -48,8 +50,9 @@ class Line:
     mean_depth: float | None = None
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
-    wall_clock: float = 1.0
-    decode_wall_clock: float = 1.0
+    timed_seconds: float = 0.0
+    wall_clock: float | None = None
+    decode_wall_clock: float | None = None
     cache_bytes: int = 0
     warnings: tuple[str, ...] = ()
 
@@ -149,7 +152,8 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
     console.print(
         f"\n{counted(evaluation.rows, 'row')}, batches of up to {evaluation.batch}. In brackets: "
         f"{100 * CONFIDENCE:g}% intervals, paired bootstrap over rows.\n"
-        f"Loss: {metric.title} lost compared with {evaluation.full_depth}; a loss below 0 is a gain."
+        f"Loss: {metric.title} lost compared with {evaluation.full_depth}; a loss below 0 is a gain.\n"
+        f"Wall clock: time at 1x ÷ time of the line; left out unless both were timed for at least {LEAST_TIMED:g} s."
     )
     for text in remarks(evaluation.lines, evaluation.chance, evaluation.metric):
         console.print(text)
@@ -158,7 +162,16 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
 def _main_table(evaluation: Evaluation) -> Table:
     metric = METRICS[evaluation.metric]
     title = f"{metric.title} %" if metric.unit == "%" else metric.title
-    speed = ("layer\nratio", "mean\ndepth", "wall clock\nwhole", "decode", "seconds", "tokens\n/s", "cache\nMiB")
+    speed = (
+        "layer\nratio",
+        "mean\ndepth",
+        "wall clock\nwhole",
+        "decode",
+        "timed\ns",
+        "seconds",
+        "tokens\n/s",
+        "cache\nMiB",
+    )
     table = _table("line", *speed, title, "loss")
     for line in evaluation.lines:
         score = line.scores[evaluation.metric]
@@ -166,8 +179,9 @@ def _main_table(evaluation: Evaluation) -> Table:
             line.name,
             "-" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
             "-" if line.mean_depth is None else f"{line.mean_depth:.1f}",
-            f"{line.wall_clock:.2f}x",
-            f"{line.decode_wall_clock:.2f}x",
+            clock_ratio(line.wall_clock),
+            clock_ratio(line.decode_wall_clock),
+            f"{line.timed_seconds:,.0f}",
             f"{line.seconds:.3g}" if line.seconds < 100 else f"{line.seconds:,.0f}",
             f"{line.tokens_per_second:,.0f}",
             f"{line.cache_bytes / 2**20:.1f}",
@@ -177,7 +191,7 @@ def _main_table(evaluation: Evaluation) -> Table:
             else "-",
         )
     if evaluation.metric in evaluation.chance:
-        table.add_row("chance", *[""] * 7, f"{evaluation.chance[evaluation.metric].value:.{metric.decimals}f}", "")
+        table.add_row("chance", *[""] * 8, f"{evaluation.chance[evaluation.metric].value:.{metric.decimals}f}", "")
     return table
 
 
@@ -200,6 +214,11 @@ def _table(*columns: str) -> Table:
     for column, name in enumerate(columns):
         table.add_column(name, justify="right" if column else "left", no_wrap=True, vertical="bottom")
     return table
+
+
+def clock_ratio(value: float | None) -> str:
+    """Return `wall_clock` of a line as text; "-" if it is None."""
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:

@@ -33,7 +33,7 @@ from pipeline.learn.evaluate.line_statistics import by_chance, line_statistics
 from pipeline.learn.evaluate.metrics import paired_scores
 from pipeline.learn.evaluate.results import Evaluation, Line, Scores, answers_file, output_files, write_table
 from pipeline.learn.keep_order import ROWS, measured_order
-from pipeline.messages import counted
+from pipeline.messages import LEAST_TIMED, counted
 from pipeline.runtime.announce import RowProgress, announce
 
 
@@ -185,6 +185,11 @@ def time_in_turn(
     return runs
 
 
+def _speedup(base: Sequence[float], seconds: Sequence[float]) -> float | None:
+    """Return the ratio of the medians of two lists of times; None if one list's sum is less than `LEAST_TIMED`."""
+    return median(base) / median(seconds) if min(sum(base), sum(seconds)) >= LEAST_TIMED else None
+
+
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Line:
     """Make a line of the table from `run`. base: the run at 1x, with which times are compared."""
     stats, seconds, decode = run.stats, median(run.seconds), median(run.decode_seconds)
@@ -199,8 +204,9 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Scores) -> Li
         seconds=seconds,
         decode_seconds=decode,
         tokens_per_second=stats.generated_tokens / seconds,
-        wall_clock=median(base.seconds) / seconds,
-        decode_wall_clock=median(base.decode_seconds) / decode if decode else 1.0,
+        timed_seconds=sum(run.seconds),
+        wall_clock=_speedup(base.seconds, run.seconds),
+        decode_wall_clock=_speedup(base.decode_seconds, run.decode_seconds),
         cache_bytes=stats.cache_bytes,
         scores=scores,
         warnings=tuple(text.rpartition(";")[0] for text in signs),  # without the advice after the last semicolon

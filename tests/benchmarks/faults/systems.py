@@ -80,7 +80,6 @@ def this_project(task: Task, *options: str) -> None:
         "input": {"path": task.input, "id": "id"},
         "output": {"path": task.output},
         "model": {"path": str(ROOT / "configs/demo/checkpoint"), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
         "actors": {"count": 2, "threads": 1, **({"cpus": NODE_CPUS - 1} if cluster else {})},
         "shard_rows": BLOCK,
         "shared_prefix": False,

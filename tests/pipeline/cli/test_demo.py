@@ -1,4 +1,4 @@
-"""What `make demo` prints is what README shows, in a second clone too, whose agreement was measured before."""
+"""What `make demo` prints is what README shows, in a second clone too."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_demo_that_was_interrupted_goes_on_only_with_the_same_prompts(tmp_path
 def test_each_clone_prints_the_answers_that_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, figures = shown()[:-1], re.sub(r"[\d,.]+", "9", shown()[-1])
     for clone in ("first", "second"):
-        printed = demo(tmp_path / clone, monkeypatch, "--limit", "24", "--set", "schedule.agreement_rows=4")
+        printed = demo(tmp_path / clone, monkeypatch, "--limit", "24")
         assert printed[1 : 1 + len(answers)] == answers
         assert figures in [re.sub(r"[\d,.]+", "9", line) for line in printed]
 
@@ -94,3 +94,17 @@ def test_each_clone_prints_the_answers_that_readme_shows(tmp_path: Path, monkeyp
 def test_the_whole_demo_prints_the_figures_that_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = demo(tmp_path / "clone", monkeypatch)
     assert set(shown()) <= set(printed)
+
+
+def test_a_long_demo_runs_at_full_depth_too_and_prints_both_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["demo", str(tmp_path / "demo"), "--rows", "16"]
+    said = r"an actor needs [\d.]+ ms for a prompt, and [\d.]+ ms at full depth: [\d.]+x as fast, timed for \d+ s and"
+    short = CliRunner().invoke(app, arguments)
+    assert short.exit_code == 0 and not re.search(said, short.stdout) and "x as fast" not in short.stdout
+    assert not (tmp_path / "demo" / "answers-1x").exists()
+    monkeypatch.setattr("pipeline.messages.LEAST_TIMED", 1e-3)
+    long = CliRunner().invoke(app, arguments)
+    assert long.exit_code == 0 and re.search(said, long.stdout), long.output
+    assert list((tmp_path / "demo" / "answers-1x").glob("part-*.parquet"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import Result
 from in_process import invoke, job_values, run_in_process
+from random_adapter import random_adapter
 
+from actors.answers import Answer, error_answer
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.report.summary import print_result
 from pipeline.runtime.wide_console import wide_console
 from pipeline.storage.folder import open_folder
-from pipeline.try_rows import answer_first_rows
+from pipeline.try_rows import answer_first_rows, same_tokens
 
 
 @pytest.fixture
@@ -48,9 +53,11 @@ def test_prompts_answers_and_row_errors_are_printed_and_nothing_is_written(
     assert result.exit_code == 0, result.output
     assert tree(tmp_path) == before
     shown = [block.splitlines() for block in result.stdout.strip().split("\n\n")[1:]]
-    assert [block[0] for block in shown] == ["[0-0]", "[0-1]", "[0-2]", "[1-0]"]
+    assert [block[0] for block in shown[:-1]] == ["[0-0]", "[0-1]", "[0-2]", "[1-0]"]
     assert shown[0][1].startswith("  prompt: <s>") and shown[0][1].endswith("<sep>")  # special tokens are shown
     assert "alpha" in shown[0][1] and shown[0][2].startswith("  answer")
+    assert shown[0][4].startswith("  full depth's answer: ") and shown[0][5].endswith("% of the tokens are the same)")
+    assert re.fullmatch(r"the same tokens as at full depth: \d+ of \d+ \(\d+\.\d%\)", shown[4][0])
     assert shown[1][1:] == ["  error: prompt is null"]
 
 
@@ -69,6 +76,50 @@ def test_its_answers_are_those_of_the_job(values: dict[str, Any], tmp_path: Path
         assert [answer.generated_text for answer in row.answers] == [answered["generated_text"]]
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_answers_at_full_depth_are_those_of_the_job_at_1x(
+    values: dict[str, Any], tmp_path: Path, checkpoint: Path, adapted: bool
+) -> None:
+    """A speed adapter is merged into the weights, but not into those of full depth."""
+    whole = JobConfig.model_validate(values | {"schedule": {"speedup": 1}})
+    run_in_process(whole)
+    if adapted:
+        spec = ScheduleSpec(speedup=2, horizon=3)
+        values["model"]["speed_adapter"] = str(random_adapter(checkpoint, tmp_path / "adapter", spec))
+    tried = answer_first_rows(JobConfig.model_validate(values), 6)
+    at_full_depth = [answer.generated_text for row in tried for answer in row.full_depth]
+    assert at_full_depth == pq.read_table(tmp_path / "out")["generated_text"].to_pylist()
+    assert at_full_depth != [answer.generated_text for row in tried for answer in row.answers]
+    assert not any(row.full_depth for row in answer_first_rows(whole, 6))
+
+
+def test_tokens_are_the_same_if_both_answers_have_them_in_one_order() -> None:
+    def answer(*tokens: int) -> Answer:
+        return replace(error_answer(0, 1, ""), token_ids=list(tokens), error=None)
+
+    for one, other, same in (((1, 2, 3), (1, 9, 2, 3), 3), ((1, 2), (2, 1), 1), ((1,), (2,), 0), ((5, 5), (5, 5), 2)):
+        assert same_tokens(answer(*one), answer(*other)) == same
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sampling": {"max_new_tokens": 1}}, {"choices": ["alpha", "cheap", "river"]}],
+    ids=["one token", "labels"],
+)
+def test_a_schedule_that_cannot_gain_is_said_to(
+    values: dict[str, Any], change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = JobConfig.model_validate(values | change)
+    tried = answer_first_rows(config, 6)
+    line = "this schedule cannot make the job faster: every answer has one token"
+    assert line in capsys.readouterr().err and not any(row.full_depth for row in tried)
+    totals = run_in_process(config).totals
+    assert line in capsys.readouterr().err and totals.layer_steps == totals.full_layer_steps == 0
+    skipping = JobConfig.model_validate(values | change | {"schedule": {"prompt": "first", "unadapted": True}})
+    assert all(row.full_depth for row in answer_first_rows(skipping, 6))
+    assert line not in capsys.readouterr().err
+
+
 def test_an_id_that_python_cannot_hold_is_a_question_mark(values: dict[str, Any], tmp_path: Path) -> None:
     table = pa.table({"id": pa.array([20_000, 2**31 - 1], pa.date32()), "prompt": ["alpha", "beta"]})
     pq.write_table(table, tmp_path / "dates.parquet")
@@ -77,12 +128,9 @@ def test_an_id_that_python_cannot_hold_is_a_question_mark(values: dict[str, Any]
 
 
 def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[str, Any]) -> None:
-    values["schedule"] = {}  # with the default of agreement_rows
     result = tried(tmp_path, values, "--rows", "1", "--set", "sampling.n=2")
     assert result.exit_code == 0 and "  answer 0: " in result.stdout and "  answer 1: " in result.stdout
-    assert "`try` does not measure agreement with full depth" in result.stdout
-    result = tried(tmp_path, values, "--rows", "1", "--set", "schedule.speedup=1")
-    assert result.exit_code == 0 and "agreement" not in result.output
+    assert "  full depth's answer 0: " in result.stdout and "  full depth's answer 1: " in result.stdout
     result = tried(tmp_path, values, "--set", "input.prompt=nothing")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "nothing" in result.stderr
 

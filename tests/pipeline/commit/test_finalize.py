@@ -88,7 +88,7 @@ def test_a_finished_job_has_success_summary_and_statistics(folder: Folder) -> No
     }
     table = read_parquet(folder.read(STATS))
     assert table["shard"].to_pylist() == [0, 1, 2] and table.schema.field("rows").metadata[b"unit"] == b"input rows"
-    answers = [row["generated_text"] for row, _ in shown_rows(folder, MANIFEST, 5, StorageConfig())]
+    answers = [row["generated_text"] for row in shown_rows(folder, MANIFEST, 5, StorageConfig())]
     assert answers == ["answer 0", "answer 1", None, "answer 3", "answer 0"]  # the second part follows
 
 

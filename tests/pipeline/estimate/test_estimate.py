@@ -76,6 +76,8 @@ def test_a_job_takes_its_rows_times_the_seconds_of_a_sampled_row(
     assert full["busy_seconds"] == pytest.approx(1.5 * second * rows)
     assert (full["prompt_tokens"], full["generated_tokens"]) == (round(7 * rows), round(3 * rows))
     assert (fast["cache_bytes"], fast["sampled"], fast["layer_ratio"]) == (max(calls), sum(calls), 2)
+    assert fast["timed_seconds"] == pytest.approx(second * sum(calls) / 2)
+    assert fast["speedup_low"] < 2 < fast["speedup_high"] and full["speedup_low"] == full["speedup_high"] == 1
     assert fast["speedup"] == pytest.approx(2) and fast["ideal"] == pytest.approx(3 / (1 + 2 / 2))
     for one in (full, fast):
         assert one["low"] <= one["seconds"] <= one["high"]
@@ -153,7 +155,7 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
 ) -> None:
     model = {"path": str(trained), "dtype": "float32", "cache": str(tmp_path / "cache")}
     values |= {"model": model, "price_per_hour": 2}
-    values["schedule"] = {"agreement_rows": 0, "speedup": 2}
+    values["schedule"] = {"speedup": 2}
     loss = {"bleu_loss": 0.3, "bleu_loss_low": -0.5, "bleu_loss_high": 1.1}
     (trained / "table.json").write_text(json.dumps([{"nominal": 2.0, "prompt": "full", **loss}]))
     done = invoke(tmp_path, values, "--seconds", "20", command="plan")
@@ -165,6 +167,11 @@ def test_a_trained_checkpoint_is_planned_at_its_speeds(
     costs = {**found, "saves": {"seconds": -3.0, "device_hours": -0.1, "money": -1.5}}
     print_estimate(wide_console(shown := io.StringIO()), costs)
     assert "2x costs 1.50 and 3.0 s against 1x" in shown.getvalue()
+    assert re.search(r"  about \d\.\d\dx \[[\d.]+, [\d.]+\]  ", shown.getvalue())
+    timed = {**found, "speeds": [{**line, "timed_seconds": 10.0} for line in found["speeds"]]}
+    timed["chosen"] = next(line for line in timed["speeds"] if line["speed"] == "2x")
+    print_estimate(wide_console(long := io.StringIO()), timed)
+    assert re.search(r"  \d\.\d\dx \[[\d.]+, [\d.]+\]  ", long.getvalue()) and "  about " not in long.getvalue()
     assert "90% interval" in shown.getvalue() and re.search(r" \[[\d.]+ [a-z]+, ", shown.getvalue())
     sample = {**found["sample"], "rows": 2, "further_loads": 3, "further_load_seconds": 61.0}
     few = {**found, "sample": sample, "speeds": [{**line, "sampled": 2} for line in found["speeds"]]}

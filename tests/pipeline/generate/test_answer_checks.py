@@ -9,12 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import invoke, job_values
+from in_process import invoke, job_values, run_in_process
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
 from pipeline.generate.answer_checks import repeats_itself, warnings_of
+from pipeline.generate.coordinator import Coordinator
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,23 @@ def test_one_label_for_every_row_is_said_by_try_run_and_report(
     assert "20 of 20 answers (100.0%) are the same" in (tmp_path / "out" / "_job" / "report.html").read_text()
     (line,) = json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())["warnings"]
     assert line.startswith(WARNING)
+
+
+def test_a_sign_in_the_first_shard_is_known_before_the_second_one_begins(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, known = Coordinator.begin, list[tuple[str, ...]]()
+
+    def noted(coordinator: Coordinator, shard: int) -> bool:
+        known.append(coordinator.read().warnings)
+        return begin(coordinator, shard)
+
+    monkeypatch.setattr(Coordinator, "begin", noted)
+    run_in_process(JobConfig.model_validate(values))
+    first, *others = known
+    assert first == () and len(others) == 2
+    for (line,) in others:  # of the first shard only
+        assert line.startswith("8 of 8 answers (100.0%) are the same: '")
 
 
 def test_plan_says_it_of_its_sample(values: dict[str, Any], tmp_path: Path, in_process: None) -> None:

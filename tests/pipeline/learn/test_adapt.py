@@ -86,7 +86,7 @@ def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes:
     path = tmp_path / "adapt 1" / "job.yaml"
     mine, written = load_values(tmp_path / "job.yaml"), load_values(path)
     mine["model"]["speed_adapter"] = str(tmp_path / "adapt 1" / "speed-adapter")
-    mine["schedule"] = {"speedup": 3, "agreement_rows": 0}
+    mine["schedule"] = {"speedup": 3}
     mine["shard_rows"] = 5
     mine["output"]["strip"] = False
     del mine["adapt"]
@@ -131,7 +131,7 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
     )
     assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
     assert command(tolerance=4.0).exit_code == 0
-    assert load_values(path)["schedule"] == {"speedup": 2, "agreement_rows": 0}
+    assert load_values(path)["schedule"] == {"speedup": 2}
 
 
 LONG, WORD = [5] * 9, [5]

@@ -63,7 +63,6 @@ def write_job(
         "input": {"path": str(folder / "in.parquet"), "id": "key", "template": "{{ q }}"},
         "output": {"path": str(folder / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
         "actors": {"threads": 1, "max_batch": 8},
         "adapt": {"rows": ROWS, "held_out": 8, **adapt},
         **changes,
@@ -86,7 +85,7 @@ def test_from_a_job_to_a_faster_one(
     monkeypatch.setattr(configs, "PROMPT_SHARE", 2.0)  # else the clock decides whether `prompt: first` is tried
     prompts = [*PROMPTS[:7], None, *PROMPTS[8:]]
     adapt = {**TRAINED, "speedups": [1, 2], "tolerance": 100.0, "weights": weights}
-    schedule = {"agreement_rows": 0, **({"keep_order": "measured"} if weights == "full" else {})}
+    schedule = {"keep_order": "measured"} if weights == "full" else {}
     changes = {"schedule": schedule, "sampling": {"max_new_tokens": 10}}
     values = write_job(tmp_path, checkpoint, prompts, adapt, **changes)
     found, _ = run_command("adapt", tmp_path / "job.yaml")

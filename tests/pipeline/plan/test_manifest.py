@@ -293,7 +293,7 @@ def test_the_package_version_is_not_part_of_the_job(
         {"storage": {"region": "eu-west-1", "retry_seconds": 2}},
         {"output": {"path": "elsewhere"}},
         {"max_error_rate": 0.5, "attempts": 1},
-        {"schedule": {"unadapted": True, "min_agreement": 0.3, "agreement_rows": 3}},
+        {"schedule": {"unadapted": True}},
         {"shard_rows": 3},
         {"adapt": {"rows": 10, "held_out": 2}},
     ],

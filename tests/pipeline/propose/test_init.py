@@ -52,8 +52,7 @@ def test_try_answers_the_job_that_init_writes(tmp_path: Path, checkpoint: Path, 
     config = load_config(JobConfig, job)
     assert (config.input.id, config.input.prompt) == ("row_id", "question")
     tried = CliRunner().invoke(
-        app, ["try", str(job), "--rows", "2", "--set", "sampling.max_new_tokens=4", "--set", "model.dtype=float32",
-              "--set", "schedule.agreement_rows=0"]
+        app, ["try", str(job), "--rows", "2", "--set", "sampling.max_new_tokens=4", "--set", "model.dtype=float32"]
     )  # fmt: skip
     assert tried.exit_code == 0, tried.output
     assert "[r0]" in tried.stdout and "answer:" in tried.stdout

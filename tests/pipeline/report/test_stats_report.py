@@ -31,14 +31,13 @@ from part_builders import (
 )
 
 from pipeline.commit.runs import JobRun
-from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stats import Counts, ShardStats, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.report import progress
-from pipeline.report.figures import clock_speedups, error_kinds, held_seconds
+from pipeline.report.figures import error_kinds, held_seconds
 from pipeline.report.progress import progress_line, rates
 from pipeline.report.summary import print_report
 from pipeline.runtime.wide_console import wide_console
@@ -161,16 +160,13 @@ def test_the_report_can_be_read() -> None:
     text = printed(shards)
     assert "10 rows in 3 shards, 2 with an error" in text
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
-    assert "agreement" not in text and "cut off at a length limit (sampling.max_new_tokens, context): 8 of 8" in text
+    assert "cut off at a length limit (sampling.max_new_tokens, context): 8 of 8" in text
     tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
     assert "cost at work: 24.0 device-seconds and money 0.06; " in text
     assert f"; {24e6 / tokens:,.0f} device-seconds and money {0.06e6 / tokens:,.4g} for a million" in text
     free = printed(to_table([replace(part_stats(SHARDS[0]), money=0.0)]))
     assert "device-seconds" in free and "money" not in free
     assert "cost" not in printed(to_table([replace(part_stats(SHARDS[0]), generated_tokens=0)]))
-    measured = replace(MANIFEST, agreement=Agreement(16, False, 200, 190, 0.04))
-    shown = "agreement with full depth, measured at the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
-    assert shown in printed(shards, measured)
     assert "no shard is committed yet: 0 of 10 rows" in printed(to_table([]))
     assert "4 of 10 rows in 1 shard" in printed(to_table([part_stats(SHARDS[0])]))
     none = [part_stats(SHARDS[2])]
@@ -338,14 +334,16 @@ def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_
         coordinator.loaded("a")
         coordinator.begin(0)
         wait_for("answering 1 shard")
-        coordinator.ended(0, True, 125, 0, 5000)
+        coordinator.ended(0, True, 125, 0, 5000, "", ["9 of 9 answers (100.0%) are empty"])
         wait_for("1/8 shards  125/1,000 rows")
+        wait_for("warning: in the first shard, 9 of 9 answers (100.0%) are empty")
+        coordinator.ended(1, True, 125, 0, 5000, "", ["later"])
         for example in ("…'a prompt' -> 'answer 1'", "…'a prompt' -> 'answer 2'"):
             coordinator.show(example)
             wait_for("example: …'a prompt' -> 'answer 1'")
         read = coordinator.read.call_count
         wait_until(lambda: coordinator.read.call_count > read + 3)
-        assert said[-2].endswith("elapsed: the first rows") and len(said) == 5  # each once, within ten seconds
+        assert said[-3].endswith("elapsed: the first rows") and len(said) == 6  # each once, within ten seconds
 
 
 def test_errors_are_grouped_over_shards() -> None:
@@ -358,17 +356,11 @@ def test_errors_are_grouped_over_shards() -> None:
     assert found == [("y", 5, "b", "y", 0), ("x …", 3, "a", "x 1", 0), ("", 2)]
 
 
-def test_the_clock_is_compared_with_full_depth_as_timed_on_the_sample() -> None:
-    """The run held two devices for 25 s; its actor of two devices decoded for 5 s, which takes 20 s at full depth."""
-    stats = part_stats(
-        Shard(0, "u", 0, 10), started=105.0, finished=120.0, prefill_seconds=2.0, decode_seconds=5.0, device_seconds=8.0
-    )
-    shards, runs = to_table([stats]), [JobRun(100.0, 102.0, 10, 2.0, 125.0)]
-    held, totals = held_seconds(runs, shards), add_up(shards)
+def test_the_devices_of_a_run_are_held_from_its_beginning_to_its_end() -> None:
+    """The run held two devices for 25 s."""
+    shards = to_table([part_stats(Shard(0, "u", 0, 10), started=105.0, finished=120.0)])
+    runs = [JobRun(100.0, 102.0, 10, 2.0, 125.0)]
+    held = held_seconds(runs, shards)
     assert held == 50.0 and held_seconds([], shards) is None
     earlier = JobRun(0.0, 1.0, 20, 4.0, 10.0)  # each run has its own devices
     assert held_seconds([earlier, *runs], shards) == 4 * 10 + held
-    timed = Agreement(16, False, 200, 190, 0.04, prefill_ratio=1.5, decode_ratio=4.0)
-    assert clock_speedups(timed, totals, held) == (1 + 2 * (1.0 + 15.0) / 50.0, 4.0)
-    assert clock_speedups(Agreement(16, False, 200, 190, 0.04), totals, held) == (None, None)
-    assert clock_speedups(None, totals, held) == clock_speedups(timed, totals, None) == (None, None)
