@@ -89,9 +89,8 @@ class Server:
         self.fingerprint = f"fp_{uuid.uuid4().hex[:10]}"
         self.thread = ThreadPoolExecutor(1, "generator")
         self.generator = self.thread.submit(lambda: Generator(**fetched(planned.generator))).result()
-        self.batched: Any = serve.batch(
-            self._batch, max_batch_size=self.generator.max_batch, batch_wait_timeout_s=WAIT_SECONDS
-        )
+        batch: Any = serve.batch  # its types allow only functions that a decorator sees
+        self.batched = batch(self._batch, max_batch_size=self.generator.max_batch, batch_wait_timeout_s=WAIT_SECONDS)
 
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
@@ -125,7 +124,7 @@ class Server:
         samples: list[list[dict[str, Any]]] = [[] for _ in rows]
         for answer in self.generator.answer(rows):
             samples[answer.row].append(vars(answer))
-        named = {"created": self.created, "model": self.planned.name, "job": self.fingerprint}
+        named: dict[str, Any] = {"created": self.created, "model": self.planned.name, "job": self.fingerprint}
         return [
             response(url, found, key=uuid.uuid4().hex[:24], **named)
             for (url, _), found in zip(requests, samples, strict=True)
@@ -155,7 +154,8 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
         with announced("reading the checkpoint's description"):
             planned = plan_server(config, Hardware() if is_own_ray() else RayData(verbose=verbose))
         actors = planned.job.actors
-        deployment: Any = serve.deployment(Server).options(
+        make: Any = serve.deployment(Server)
+        deployment = make.options(
             ray_actor_options={"num_cpus": actor_cpus(actors), "num_gpus": actors.gpus},
             max_ongoing_requests=MAX_REQUESTS,
             logging_config=QUIET,

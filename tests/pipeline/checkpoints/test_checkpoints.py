@@ -317,7 +317,7 @@ def test_buckets_that_cannot_be_read_are_one_line(
     assert "s3://nobody-has-this: no such bucket" in refusal("s3://nobody-has-this/model", s3)
     assert "no such" in refusal("s3://bucket/nothing/here", s3)
     closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retry_seconds=0)
-    with pytest.raises(StoreFailed, match=r"^s3://bucket/model/?: the store failed for \d+ s .*Could not connect"):
+    with pytest.raises(StoreFailed, match=r"^s3://bucket/model/?: the store .*fail.*Could not connect"):
         find("s3://bucket/model", closed)
     client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
     said = refusal("s3://bucket/odd", s3)
