@@ -57,7 +57,7 @@ if __name__ == "__main__":
     throughput.add_cli_args(parser)
     throughput.main(parser.parse_args())
 """
-ADAPTER, EXAMPLES = "configs/real/labels-adapter", 12  # similar questions before each: prompts of some 500 tokens
+ADAPTER, EXAMPLES = "configs/real/labels-adapter", 16  # similar questions before each: prompts of some 500 tokens
 LABELS_SCHEDULES: dict[str, dict[str, Any]] = {
     "1x": {"speedup": 1},
     "2x": {"speedup": 2},
