@@ -1,7 +1,7 @@
 """Throughput of vLLM on this device, plain and with the add-on: a checkpoint, or random weights of a model's shape.
 
     python tests/benchmarks/vllm_speed.py --model work/real/model --rows 32 --prompt-tokens 64 --new-tokens 64 \
-        --memory 0.2 --rounds 5 --lines "plain;1x;uniform 2x;uniform 3x;one layer"    # on a CPU
+        --memory 0.05 --rounds 5 --lines "plain;1x;uniform 2x;uniform 3x;one layer"    # on a CPU
     python tests/benchmarks/vllm_speed.py --shape llama-3-8b --rows 32,256,1024     # on a GPU, see gpu.sh
     python tests/benchmarks/vllm_speed.py --shape llama-3-8b --task labels --shared 384
     python tests/benchmarks/vllm_speed.py --schedule --rows 256,1024               # host work of the scheduler
@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--shared", type=int, default=0, help="tokens with which all prompts begin")
-    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory; on a CPU 0.2")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory; on a CPU 0.05 for each engine loaded")
     parser.add_argument("--lines", default="plain;uniform 2x;uniform 3x;one layer", help="some of: " + "; ".join(LINES))
     parser.add_argument("--options", default="{}", help="further engine arguments of vLLM for all lines, as JSON")
     parser.add_argument("--rounds", type=int, default=0, help="runs of each line, all loaded at once and in turn")
