@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--shared", type=int, default=0, help="tokens with which all prompts begin")
-    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory; on a CPU 0.05 for each engine loaded")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of memory; on a CPU 0.05")
     parser.add_argument("--lines", default="plain;uniform 2x;uniform 3x;one layer", help="some of: " + "; ".join(LINES))
     parser.add_argument("--options", default="{}", help="further engine arguments of vLLM for all lines, as JSON")
     parser.add_argument("--rounds", type=int, default=0, help="runs of each line, all loaded at once and in turn")
