@@ -6,7 +6,7 @@ PROCESSES = $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-mutations test-ceph lint bench bench-full bench-scale peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -53,10 +53,6 @@ test-slow: .venv/installed-dev
 	@began=$$(date +%s); .venv/bin/python -m pytest --durations=10 -m "slow and not ceph"; failed=$$?; \
 	seconds=$$(($$(date +%s) - began)); echo "make test-slow: $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$failed
 
-# Breaks one line of the code at a time; the quick tests should fail.
-test-mutations: .venv/installed-dev
-	.venv/bin/python tests/mutation_check.py
-
 # Needs root, on Debian.
 test-ceph: .venv/installed-dev
 	command -v radosgw >/dev/null || \
@@ -69,7 +65,6 @@ lint: .venv/installed-dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/deptry .
-	.venv/bin/python tests/mutation_check.py --lines
 
 # Speed of the engine against the machine's limits and against peers; half an hour.
 bench: .venv/installed-dev
