@@ -80,7 +80,7 @@ def test_a_first_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(job.read_text().replace("max_new_tokens: 128", "max_new_tokens: 8"))
     tried, plan, ran, report = run_commands(shown[2:])
-    assert tried.count("answer:") == 1
+    assert tried.count("  answer:") == 1
     assert "device-hours" in plan
     assert "16 rows in " in ran
     assert "16 rows in " in report and "0 with an error" in report

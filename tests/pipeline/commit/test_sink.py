@@ -150,7 +150,7 @@ def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder, monk
     assert [(shard, first) for shard, first, *_ in calls] == [(0, True), (1, True), (1, False), (2, True)]
     for shard, _, *counts in calls:
         stats = part_stats(SHARDS[shard])
-        assert counts == [stats.rows, stats.errors, stats.generated_tokens, stats.error_kinds]
+        assert counts == [stats.rows, stats.errors, stats.generated_tokens, stats.error_kinds, stats.warnings]
 
 
 def test_a_part_holds_id_columns_kept_and_answers() -> None:
