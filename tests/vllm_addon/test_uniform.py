@@ -58,7 +58,8 @@ def shallower_answers(
     return answers
 
 
-@pytest.mark.parametrize("model_type", cases.SHAPES)
+# vLLM changes transformers' OLMo 2 classes for the rest of the process, so `test_answers` alone can test this family
+@pytest.mark.parametrize("model_type", sorted(cases.SHAPES.keys() - {"olmo2"}))
 def test_families_answer_as_the_library_engine_and_as_wrapped_layers(tmp_path: Path, model_type: str) -> None:
     """Eager. The second pass finds prompts, and the third one whole answers, in the prefix cache."""
     model = cases.checkpoint(tmp_path, model_type)
