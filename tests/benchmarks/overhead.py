@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 Rounds = list[dict[str, Any]]  # for each round, the figures by system or schedule
 WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "by", "with", "as", "from", "his", "at")
 PROMPT_WORDS, NEW_TOKENS = (16, 256), (8, 128)  # lengths of prompts and answers: log-uniform
-CONTEXT = 1024
+CONTEXT = 2048  # the longest labels prompt has 1,034 tokens
 JOB, PLAIN, BENCH, RAY = "skipdecode run", "LLM.generate", "vllm bench throughput", "ray.data.llm"
 # what the command runs; the program `vllm` itself does not start with the CPU build of PyPI
 BENCH_PROGRAM = """
