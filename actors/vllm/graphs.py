@@ -291,7 +291,7 @@ class DecodeGraphs:
 
 
 def new_builder(builder: Any, config: Any) -> Any:
-    """Return a metadata builder like `builder` for a VllmConfig. A builder keeps the state of what it built last."""
+    """Return a metadata builder like `builder` for a VllmConfig. A builder keeps state from its last build."""
     with set_current_vllm_config(config):
         new = type(builder)(builder.kv_cache_spec, builder.layer_names, config, builder.device)
     if hasattr(builder, "set_workspace_buffer"):

@@ -106,7 +106,6 @@ class LayerSkipper:
     def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `forward` that runs layer `index` only for the tokens that the plan assigns to the layer."""
         parameters = layer_arguments(index, forward)
-
         self.forwards[index] = forward, parameters
         is_first = index == min(self.layers)
 

@@ -58,7 +58,7 @@ class DroppedLayer(PPMissingLayer):  # type: ignore[misc]
 
 
 def drop_layers(model: Module, layers: ModuleList, dropped: Collection[int], compilation_config: Any) -> None:
-    """Replace decoder layers by `DroppedLayer`, and remove what they have registered with vLLM.
+    """Replace decoder layers by `DroppedLayer`, and remove their modules from vLLM's registries.
 
     vLLM allocates KV cache for the attention layers in `static_forward_context`.
     """
@@ -106,7 +106,7 @@ class SkipLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(base if self.dummy is None else dataclasses.replace(base, load_format="auto"))
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
-        """Load the model. A draft model for speculative decoding is loaded as it is."""
+        """Load the model. A draft model for speculative decoding keeps all its layers, and gets no adapter."""
         if model_config is getattr(vllm_config.speculative_config, "draft_model_config", None):
             self.adapter, self.dropped = None, []
         self._compilation_config = vllm_config.compilation_config
