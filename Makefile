@@ -130,7 +130,7 @@ evidence-e2e: .venv/installed
 	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
 
 evidence-slots: .venv/installed-dev
-	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
+	@.venv/bin/python -m pipeline.advise.demo_data work/demo/prompts
 	for speed in 1 2 3 4 5; do .venv/bin/skipdecode run configs/demo.yaml --set schedule.speedup=$$speed \
 		--set output.path=work/demo/slots/$${speed}x; done
 	.venv/bin/python tests/benchmarks/restaurant_slots.py $(foreach speed,1 2 3 4 5,work/demo/slots/$(speed)x)

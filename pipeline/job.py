@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+from pipeline.answer.coordinator import Workload
+from pipeline.answer.stats import Totals
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
@@ -22,14 +24,12 @@ from pipeline.commit.results import check_free, has_results, write_results
 from pipeline.commit.runs import recorded_run
 from pipeline.commit.sink import SUCCESS, Check, committed_shards
 from pipeline.config.job import JobConfig
-from pipeline.generate.coordinator import Workload
-from pipeline.generate.stats import Totals
 from pipeline.input.files import Files
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
+from pipeline.plan.job import PlannedJob, announce_no_gain, plan
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, announce_no_gain, plan
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend, job_stages

@@ -31,12 +31,12 @@ from rich.table import Table
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
+from pipeline.answer.stats import Totals
 from pipeline.commit.claim import LEDGER, OtherJob
 from pipeline.commit.finalize import RowsMissing, finalize, finished_totals, write_success
 from pipeline.commit.lease import LeaseLost, leased
 from pipeline.commit.sink import SUCCESS, Check, clear_temporaries
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.stats import Totals
 from pipeline.input.files import Files, input_root, list_files
 from pipeline.messages import counted, printable
 from pipeline.plan import plan_files

@@ -29,17 +29,17 @@ from actors.engine.schedule.schedule import Schedule
 from actors.generator import Generator
 from actors.openai_answers import error_body, response
 from actors.openai_requests import ENDPOINTS
+from pipeline.advise.estimate import name_of
+from pipeline.answer.settings import fetched
+from pipeline.answer.stage import prompts
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.config.serve import ServeConfig
-from pipeline.estimate import name_of
-from pipeline.generate.settings import fetched
-from pipeline.generate.stage import prompts
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import plan_batching
 from pipeline.plan.hardware import Hardware
+from pipeline.plan.job import arguments_of
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import arguments_of
 from pipeline.prepare.prompt_spec import PromptSpec, check_generation, check_spec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.prepare.row_settings import BATCH_COLUMNS

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actors.engine.cache import PrefixKeys, SkipCache
-from actors.engine.library.packed_attention import Attendance
 from actors.engine.model.families import ModelShape, Rotary, context_length, family_of
+from actors.engine.torch.packed_attention import Attendance
 
 
 def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) -> Rotary:

@@ -23,11 +23,11 @@ from actors.engine.cache import SlotShape, compaction
 from actors.engine.cpu.executor import CpuExecutor, StackDecoder
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.library.executor import LibraryExecutor
 from actors.engine.row import Row, begin_row, record
 from actors.engine.sampling.sampler import greedy, is_greedy, sample
 from actors.engine.sampling.state import Drawn
 from actors.engine.schedule.schedule import Schedule
+from actors.engine.torch.executor import LibraryExecutor
 from actors.engine.types import Completion, EngineStats, Request
 
 Ended = list[tuple[int, Completion]]  # (ticket, completion) of rows that have ended

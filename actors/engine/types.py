@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from actors.engine.sampling.stopping import StopStrings
     from actors.engine.schedule.schedule import Schedule
 
-EngineName = Literal["auto", "library", "vllm"]
+EngineName = Literal["auto", "builtin", "vllm"]
 SCHEDULERS = ("lock_step", "refill")
 
 

@@ -28,7 +28,7 @@ def demo(
     rows: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 2000,
 ) -> None:
     """Answer prompts about restaurants with the included toy model, on Ray on this machine."""
-    from pipeline.demo_data import write_demo
+    from pipeline.advise.demo_data import write_demo
 
     typer.echo("the demo's model is a toy with 9 million parameters; it can answer only the demo's prompts")
     with command(verbose=False):
@@ -42,10 +42,10 @@ def demo(
 def _print_speedup(path: Path) -> None:
     """Answer the demo's first prompts at full depth too, and print both times. Do nothing if the job was too short."""
     from pipeline import job as jobs
+    from pipeline.answer.stats import Totals
     from pipeline.commit.sink import SUCCESS
     from pipeline.config.job import JobConfig
     from pipeline.config.load import load_config
-    from pipeline.generate.stats import Totals
     from pipeline.messages import LEAST_TIMED
     from pipeline.runtime.announce import announce
     from pipeline.storage.folder import open_folder, read_json

@@ -19,9 +19,9 @@ def init(
 ) -> None:
     """Write a commented job file that fits the columns of an input. Does not replace an existing file."""
     with command(verbose):
+        from pipeline.advise.propose import DEMO, write_job_file
         from pipeline.checkpoints.resolve import PLACEHOLDER
         from pipeline.messages import counted, listed
-        from pipeline.propose import DEMO, write_job_file
 
         sample, proposal = write_job_file(path, output, model)
         typer.echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")

@@ -119,9 +119,9 @@ def try_rows(
         from pipeline.config.job import JobConfig
 
         config = advice.load(JobConfig, job, changes)
-        from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
+        from pipeline.advise.try_rows import answer_first_rows, same_tokens
+        from pipeline.answer.answer_checks import LEAST_TRIED, texts_of, warnings_of
         from pipeline.messages import counted, parsed_control_tokens
-        from pipeline.try_rows import answer_first_rows, same_tokens
 
         tried, same, tokens = answer_first_rows(config, rows, typer.echo), 0, 0
         for row in tried:
@@ -180,7 +180,7 @@ def plan(
         from pipeline.runtime.announce import announced
 
         with announced("loading libraries"):
-            from pipeline.estimate import NothingLeft, estimate
+            from pipeline.advise.estimate import NothingLeft, estimate
             from pipeline.report.estimate_table import print_estimate
             from pipeline.runtime.wide_console import wide_console
 

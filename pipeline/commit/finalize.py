@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.answer.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.commit.records import drop_records, read_all, record_name
 from pipeline.commit.sink import REPAIR, SUCCESS, Check, damaged_parts, load_records, part_files, part_name
-from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import FileInfo, Folder, write_json

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.engine.errors import UserError, flat
-from pipeline.generate.stats import STATS_SCHEMA, ShardStats
+from pipeline.answer.stats import STATS_SCHEMA, ShardStats
 from pipeline.storage.concurrency import in_parallel, repeating
 from pipeline.storage.folder import STORE_ERRORS, Folder
 from pipeline.storage.parquet import parquet_bytes, read_parquet

@@ -21,6 +21,9 @@ import pyarrow as pa
 
 from actors.engine.errors import UserError, flat
 from pipeline import metrics
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.output import shard_metadata
+from pipeline.answer.stats import ShardStats
 from pipeline.commit.records import (
     Record,
     commit_record,
@@ -33,9 +36,6 @@ from pipeline.commit.records import (
     records_table,
     segments,
 )
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.output import shard_metadata
-from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
 from pipeline.messages import counted
 from pipeline.plan.plan_files import JOB

@@ -61,9 +61,9 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the actor has a GPU, else cpu")
     engine: EngineName = Field(
         "auto",
-        description="what runs the model. library: transformers' layers; on a CPU with this package's kernels. "
+        description="what runs the model. builtin: transformers' layers; on a CPU with this package's kernels. "
         "vllm: vLLM with this package's add-on; its answers may differ from run to run. auto: vllm on a GPU if vLLM is "
-        "installed (pip install 'skipdecode[vllm]'), else library",
+        "installed (pip install 'skipdecode[vllm]'), else builtin",
     )
     vllm: dict[str, Any] | None = Field(
         None,
@@ -80,8 +80,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
-        if self.vllm is not None and self.engine == "library":
-            raise UserError("vllm cannot be combined with engine: library; leave one of them out")
+        if self.vllm is not None and self.engine == "builtin":
+            raise UserError("vllm cannot be combined with engine: builtin; leave one of them out")
         for key, conflicts in (("dtype", self.dtype != "bfloat16"), ("device", self.device == "cuda")):
             if self.weights is not None and conflicts:
                 value = f"{key}: {getattr(self, key)}"

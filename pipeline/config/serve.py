@@ -47,6 +47,6 @@ class ServeConfig(Section):
     def job(self) -> JobConfig:
         """Return the settings of a job that answers requests as the lines of an OpenAI batch file."""
         shared = self.model_dump(exclude={"name", "host", "port"}, exclude_unset=True)
-        shared["model"]["engine"] = "library"
+        shared["model"]["engine"] = "builtin"
         paths = {"input": {"path": "requests", "format": "openai_batch"}, "output": {"path": "answers"}}
         return JobConfig.model_validate({**shared, **paths})

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.library.packed_attention import packed
-from actors.engine.library.token_tree import Tokens, prompt_ranks, prompt_tokens, run_level
 from actors.engine.model.file_digests import cache_record, write_record
 from actors.engine.schedule.schedule import Schedule
+from actors.engine.torch.packed_attention import packed
+from actors.engine.torch.token_tree import Tokens, prompt_ranks, prompt_tokens, run_level
 from pipeline.runtime.announce import announce
 
 log = logging.getLogger(__name__)

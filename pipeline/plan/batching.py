@@ -96,7 +96,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
         reason = f"{install_command('vllm')} for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
         engine = "vllm" if reason is None else engine
         if reason is not None:
-            log.warning("engine: library is used on the GPU; %s", reason)
+            log.warning("engine: builtin is used on the GPU; %s", reason)
     if engine != "vllm":
         return config.model_copy(update={"model": model.model_copy(update={"engine": engine})})
     if find_spec("vllm") is None:
@@ -115,12 +115,12 @@ def not_in_vllm(config: JobConfig) -> str | None:
     has_forms = any(form is not None for form in forms)
     for found, reason in (
         (config.model.weights is not None, "model.weights is for CPUs; leave it out, or set model.vllm.quantization"),
-        (0 < config.actors.gpus < 1, "an actor needs whole GPUs: set actors.gpus: 1, or engine: library"),
-        (sampling.temperature > 2, "sampling.temperature must be at most 2; lower it, or set engine: library"),
-        (has_forms and config.reasoning is not None, "choices or output_format after reasoning need engine: library"),
+        (0 < config.actors.gpus < 1, "an actor needs whole GPUs: set actors.gpus: 1, or engine: builtin"),
+        (sampling.temperature > 2, "sampling.temperature must be at most 2; lower it, or set engine: builtin"),
+        (has_forms and config.reasoning is not None, "choices or output_format after reasoning need engine: builtin"),
         (
             has_forms and (sampling.logprobs is not None or config.output.cumulative_logprob),
-            "choices or output_format with log-probabilities need engine: library",
+            "choices or output_format with log-probabilities need engine: builtin",
         ),
     ):
         if found:

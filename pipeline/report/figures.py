@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.answer.stats import Totals
 from pipeline.commit.runs import JobRun
-from pipeline.generate.stats import Totals
 from pipeline.messages import counted, duration, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
 

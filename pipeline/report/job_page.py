@@ -16,12 +16,12 @@ import pyarrow as pa
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from actors.engine.errors import UserError
+from pipeline.answer.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.commit.finalize import STATS
 from pipeline.commit.results import rows_of
 from pipeline.commit.runs import read_runs, versions
 from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.messages import counted, duration, one_line, without_secrets, write_log

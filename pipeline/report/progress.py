@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline import metrics
-from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
+from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
 from pipeline.messages import counted, shortened
 from pipeline.runtime.announce import announce, goes_to_log
 from pipeline.storage.concurrency import repeating

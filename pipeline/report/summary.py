@@ -10,12 +10,12 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.answer.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.commit.finalize import STATS, SUMMARY
 from pipeline.commit.results import recorded, rows_of
 from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.report.figures import error_kinds, total_lines

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.machine import process_cpus, process_memory
 from pipeline import metrics
+from pipeline.answer.coordinator import Coordinator, Workload
 from pipeline.config.job import ActorsConfig
-from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.input.rows import read_blocks
 from pipeline.input.shards import group_shards
 from pipeline.messages import one_line

@@ -13,8 +13,8 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 from pipeline import metrics
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.stage import Worker
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.stage import Worker
 from pipeline.metrics import METRICS
 
 PREFIX = "skipdecode_"  # prefix of metric names; Ray adds ray_ before it, and _total after a counter's name

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from pipeline.answer.coordinator import Coordinator, Workload
+from pipeline.answer.stage import ShardGenerator, Worker
 from pipeline.commit.sink import check_output, commit_shard
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
-from pipeline.generate.coordinator import Coordinator, Workload
-from pipeline.generate.stage import ShardGenerator, Worker
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import Batching
 from pipeline.plan.hardware import Hardware
-from pipeline.planned import PlannedJob, generator_arguments, part_spec
+from pipeline.plan.job import PlannedJob, generator_arguments, part_spec
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from restaurant_slots import PLACES, errors_of, slots_of
 
-from pipeline.demo_data import OPTIONAL_SLOTS
+from pipeline.advise.demo_data import OPTIONAL_SLOTS
 
 # fmt: off
 FIRST = [

@@ -83,9 +83,9 @@ def hook(seconds_a_row: float, line: StartingLine | None = None) -> Callable[[],
     """A `worker_process_setup_hook` that puts the fake in place."""
 
     def put_in_place() -> None:
-        import pipeline.generate.stage
+        import pipeline.answer.stage
 
         FakeGenerator.seconds_a_row, FakeGenerator.line = seconds_a_row, line
-        pipeline.generate.stage.Generator = FakeGenerator  # type: ignore[misc]
+        pipeline.answer.stage.Generator = FakeGenerator  # type: ignore[misc]
 
     return put_in_place

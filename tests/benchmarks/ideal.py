@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from actors.engine.cpu.library import multiplies
+from actors.engine.cpu.kernels import multiplies
 from actors.engine.cpu.products import LibraryProduct, PanelProduct, packs
 from actors.engine.model.families import family_of
 from actors.engine.model.layer_weights import LayerWeights

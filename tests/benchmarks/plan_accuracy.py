@@ -58,7 +58,7 @@ JOBS: dict[str, list[str]] = {
 def write_inputs() -> None:
     """Prompts with limits of long-tailed lengths, which they reach, and the first rows of the larger inputs."""
     if not Path("work/demo/prompts").is_dir():
-        subprocess.run([sys.executable, "-m", "pipeline.demo_data", "work/demo/prompts"], check=True)
+        subprocess.run([sys.executable, "-m", "pipeline.advise.demo_data", "work/demo/prompts"], check=True)
     prompts = pq.read_table("work/demo/prompts")
     chance = np.random.default_rng(0)
     limits = np.clip(chance.lognormal(3.3, 0.9, prompts.num_rows), 4, 300).astype(int)

@@ -31,10 +31,10 @@ from real_model import values_stated
 from restaurant_slots import errors_of, slots_of
 
 from actors.engine.model.loading import load_tokenizer
+from pipeline.advise.demo_data import OPTIONAL_SLOTS
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
-from pipeline.demo_data import OPTIONAL_SLOTS
 from pipeline.learn.adapt.rows import prompt_ids
 from pipeline.learn.evaluate.metrics import rouge_l_statistics
 from pipeline.prepare.prompt_spec import prompt_spec

@@ -30,10 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engine.model.loading import inspect, with_adapter
+from pipeline.advise.demo_data import write_prompts
 from pipeline.checkpoints.local import file_digest
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
-from pipeline.demo_data import write_prompts
 
 FOLDER = Path("work/real")
 MODEL, PROMPTS = FOLDER / "model", FOLDER / "prompts"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from pipeline.demo_data import NAMES, OPTIONAL_SLOTS
+from pipeline.advise.demo_data import NAMES, OPTIONAL_SLOTS
 
 PLACES = sorted({*NAMES, *OPTIONAL_SLOTS["near"]}, key=len, reverse=True)  # a longer one may hold a shorter one
 _RATED = r"(?:customers? |consumer )?(?:satisfaction )?rat(?:ed|ings?)"

@@ -25,7 +25,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cache import SlotShape
-from actors.engine.cpu import library
+from actors.engine.cpu import kernels
 from actors.engine.cpu.executor import CpuExecutor, StackDecoder, fastest_decoder
 from actors.engine.cpu.products import (
     ALIGNED,
@@ -47,8 +47,8 @@ from actors.engine.types import Request, SamplingParams
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HERE = Path(__file__).parent
-builds = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
-multiplying = pytest.mark.skipif(not library.multiplies(BF16, CPU), reason="no bfloat16 kernels on this CPU")
+builds = pytest.mark.skipif(kernels.library() is None, reason="no C++ compiler")
+multiplying = pytest.mark.skipif(not kernels.multiplies(BF16, CPU), reason="no bfloat16 kernels on this CPU")
 DTYPES = [pytest.param(torch.float32, marks=builds), pytest.param(BF16, marks=multiplying)]
 HALVED = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
@@ -119,7 +119,7 @@ def test_a_packed_product_is_the_product(
         assert again[row].isnan().all() and torch.equal(again[:row], got[:row])
 
 
-@pytest.mark.skipif(not (packs(BF16, CPU) or library.multiplies(BF16, CPU)), reason="no packed bfloat16 products")
+@pytest.mark.skipif(not (packs(BF16, CPU) or kernels.multiplies(BF16, CPU)), reason="no packed bfloat16 products")
 @torch.inference_mode()
 def test_linear_layers_are_packed_wherever_they_are() -> None:
     holder = nn.ModuleDict({"inner": nn.ModuleDict({"conv": Conv1D(7, 10), "linear": nn.Linear(10, 7)})}).to(BF16)
@@ -303,7 +303,7 @@ def test_layers_of_ones_own_are_taken_where_there_are_some(family: str, changes:
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
 
 
-@pytest.mark.skipif(not library.quantizes(BF16, CPU), reason="no kernel for 8 bits")
+@pytest.mark.skipif(not kernels.quantizes(BF16, CPU), reason="no kernel for 8 bits")
 def test_a_head_that_the_screen_does_not_decide_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take the whole head then; an int8 head is never screened."""
     undecided, rows = prepared("llama", BF16), requests(6, seed=4, most_new=12)
@@ -329,7 +329,7 @@ def test_a_token_or_slot_outside_is_refused() -> None:
 
 def test_where_the_kernels_do_not_multiply_the_librarys_products_run() -> None:
     """A CPU with AMX, say: the library's layers, with packed products if there are such."""
-    with mock.patch.object(library, "library", return_value=None):
+    with mock.patch.object(kernels, "library", return_value=None):
         decoder = prepared("llama", BF16)
     assert not isinstance(decoder, StackDecoder) and isinstance(decoder.head, PackedLinear) == packs(BF16, CPU)
     engine = Engine(decoder, ScheduleSpec().build(LAYERS), frozenset())
@@ -351,14 +351,14 @@ def test_without_a_compiler_or_a_home_folder_the_librarys_layers_are_run(
     """One line says so."""
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("SKIPDECODE_CACHE", cache or str(tmp_path))
-    library.library.cache_clear()
+    kernels.library.cache_clear()
     try:
         decoder = prepared("llama")
         assert not isinstance(decoder, StackDecoder) and type(decoder.blocks[0]).__name__ == "LlamaDecoderLayer"
         (said,) = [record.getMessage() for record in caplog.records]
         assert compiler.split()[0] in said and "\n" not in said
     finally:
-        library.library.cache_clear()
+        kernels.library.cache_clear()
 
 
 @builds
@@ -366,14 +366,14 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Of another source, which takes less time than the kernels do."""
     source = tmp_path / "kernels.cpp"
     source.write_text('extern "C" int threads() { return 1; }\n')
-    monkeypatch.setattr(library, "SOURCE", source)
+    monkeypatch.setattr(kernels, "SOURCE", source)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SKIPDECODE_CACHE", "~/cache")
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    first = library._built(compiler)
+    first = kernels._built(compiler)
     assert first.parent == tmp_path / "cache" / "kernels"
     before = first.stat().st_mtime_ns
-    assert library._built(compiler) == first and first.stat().st_mtime_ns == before
+    assert kernels._built(compiler) == first and first.stat().st_mtime_ns == before
     assert [one.name for one in first.parent.iterdir()] == [first.name]
 
 
@@ -422,8 +422,8 @@ def test_memory_that_kernels_lack_is_a_memory_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library.quantizes(BF16, CPU), reason="the tests above have run with the processor's instructions")
-@pytest.mark.skipif("avx2" not in library._processor(), reason="the vectors of 64 bytes are too slow")
+@pytest.mark.skipif(kernels.quantizes(BF16, CPU), reason="the tests above have run with the processor's instructions")
+@pytest.mark.skipif("avx2" not in kernels._processor(), reason="the vectors of 64 bytes are too slow")
 @builds
 def test_bfloat16_and_int8_with_emulated_instructions(tmp_path: Path) -> None:
     """In a process of its own, for the kernels are loaded once: see avx512.h."""

@@ -15,9 +15,9 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 from actors.engine.cpu.executor import fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.library import divergence
-from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.schedule.schedule import ScheduleSpec
+from actors.engine.torch import divergence
+from actors.engine.torch.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)

@@ -13,9 +13,9 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder
-from actors.engine.library.forcing import micro_batches, predicting_states, response_labels, shared_tokens
-from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
+from actors.engine.torch.forcing import micro_batches, predicting_states, response_labels, shared_tokens
+from actors.engine.torch.packed_attention import packed
 
 # plain, post-norm, capped, windows of two kinds, parallel residual, learned positions
 FAMILIES = ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox", "gpt2"]

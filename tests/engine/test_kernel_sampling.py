@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.engine.cpu import library
+from actors.engine.cpu import kernels
 from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling import sampler
 from actors.engine.sampling.sampler import narrow, sample_by_torch, uniforms
@@ -21,7 +21,7 @@ from actors.engine.sampling.state import NO_TOKEN, RowSampling
 from actors.engine.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
-    not library.available(torch.float32, torch.device("cpu")), reason="needs a C++ compiler"
+    not kernels.available(torch.float32, torch.device("cpu")), reason="needs a C++ compiler"
 )
 ROUNDING = 2e-6  # of cumulated probability: weights are float32
 
@@ -184,7 +184,7 @@ def test_a_row_whose_logits_are_no_numbers_has_no_token_and_costs_no_other(
     way: str, dtype: torch.dtype, temperature: float, top_k: int
 ) -> None:
     """NaN of both signs, +inf, or -inf everywhere; -inf at some places, as masks have it, is a number."""
-    if way == "kernel" and not library.available(dtype, torch.device("cpu")):
+    if way == "kernel" and not kernels.available(dtype, torch.device("cpu")):
         pytest.skip("no kernel reads this type")
     sample = {"kernel": kernel_sampling.sample, "torch": sample_by_torch, "sampler": sampler.sample}[way]
     whole = torch.randn(1, 300, generator=torch.Generator().manual_seed(5)) - 9

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import LAYERS, MODELS, tiny_model
 from torch import Tensor
 
-from actors.engine.cpu import library, products
+from actors.engine.cpu import kernels, products
 from actors.engine.cpu.executor import Screen, StackDecoder, can_screen, fastest_decoder
 from actors.engine.cpu.products import GROUP, PanelProduct, QuantizedProduct, product, quantize_weight, rounded
 from actors.engine.cpu.stack import normalize
@@ -21,7 +21,7 @@ from actors.engine.sampling.state import NO_TOKEN
 from actors.engine.schedule.schedule import ScheduleSpec
 
 BF16 = torch.bfloat16
-native = pytest.mark.skipif(not library.quantizes(BF16, torch.device("cpu")), reason="no kernel for 8 bits")
+native = pytest.mark.skipif(not kernels.quantizes(BF16, torch.device("cpu")), reason="no kernel for 8 bits")
 
 
 def by_torch(weight: Tensor, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> QuantizedProduct:
@@ -105,7 +105,7 @@ def test_answers_do_not_depend_on_the_batch(family: str) -> None:
 def test_logits_stay_near_those_of_bfloat16(family: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of 8 bits is a small part of the logits' spread."""
     if not kernel:
-        for module in (products, library):  # the second one decides whether layers are stacked
+        for module in (products, kernels):  # the second one decides whether layers are stacked
             monkeypatch.setattr(module, "quantizes", lambda *_: False)
     ids, positions = torch.tensor([[5, 9, 3, 7]]), torch.arange(4)[None]
     logits = []

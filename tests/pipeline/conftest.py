@@ -18,7 +18,7 @@ from in_process import InProcess
 from moved_clock import Clock
 from ray_free_run import MadeUpParts
 
-from actors.engine.cpu.library import library
+from actors.engine.cpu.kernels import library
 from pipeline import job as jobs
 from pipeline.config.job import StorageConfig
 from pipeline.run import ray_head

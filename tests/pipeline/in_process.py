@@ -18,10 +18,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
+from pipeline.answer.coordinator import Coordinator, Workload
+from pipeline.answer.stage import Worker
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.generate.coordinator import Coordinator, Workload
-from pipeline.generate.stage import Worker
 from pipeline.input.rows import read_blocks
 from pipeline.report.summary import JobResult
 from pipeline.run import stages

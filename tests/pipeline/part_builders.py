@@ -11,12 +11,12 @@ import pyarrow as pa
 from memory_folder import MemoryFolder
 
 from actors.answers import Answer
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.output import PartSpec, part_bytes, part_table
+from pipeline.answer.stage import ShardGenerator
+from pipeline.answer.stats import STATS_SCHEMA, ShardStats, Totals
 from pipeline.commit.finalize import finalize, write_success
 from pipeline.commit.sink import commit
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.output import PartSpec, part_bytes, part_table
-from pipeline.generate.stage import ShardGenerator
-from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals
 from pipeline.input.files import InputFile
 from pipeline.input.rows import to_ipc
 from pipeline.input.shards import Shard

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.estimate import read_prompts
-from pipeline.generate.stage import ShardGenerator
+from pipeline.advise.estimate import read_prompts
+from pipeline.answer.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.stage import prepare
 

@@ -10,8 +10,8 @@ from in_process import InProcess, InProcessSession
 from part_builders import commit_made_up_parts
 
 from pipeline import job as jobs
+from pipeline.answer.coordinator import Workload
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.generate.coordinator import Workload
 from pipeline.input.shards import Shard
 from pipeline.run.stages import Stages
 from pipeline.storage.folder import Folder

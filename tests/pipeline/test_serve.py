@@ -30,11 +30,11 @@ from typer.testing import CliRunner
 
 from actors.openai_requests import CHAT, TEXT
 from pipeline import serve as server
+from pipeline.advise.estimate import name_of
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
-from pipeline.estimate import name_of
 
 PROMPT = "name[Zizzi], priceRange[cheap]"
 CHATS = [{"role": "user", "content": "alpha"}]

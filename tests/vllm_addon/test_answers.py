@@ -1,4 +1,4 @@
-"""vLLM with the add-on answers as the library engine does, token for token in float32, however it schedules."""
+"""vLLM with the add-on answers as the builtin engine does, token for token in float32, however it schedules."""
 
 from __future__ import annotations
 

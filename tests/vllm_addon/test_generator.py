@@ -1,4 +1,4 @@
-"""A Generator on vLLM answers rows as one on the library engine does, features of a row included."""
+"""A Generator on vLLM answers rows as one on the builtin engine does, features of a row included."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[str, list[Answer]]:
-    """The library engine's answers, at 2x and at 1x."""
+    """The builtin engine's answers, at 2x and at 1x."""
     generator = Generator(str(folder), **SETTINGS, device="cpu")
     rows = prompts(generator)
     return {"2x": generator.answer(rows), "1x": generator.at(FULL).answer(rows)}
@@ -217,7 +217,7 @@ def test_a_row_that_vllm_ends_is_reported_once_and_ends_at_once_with_nan(
 
 
 def test_logits_that_are_not_numbers_are_row_errors(tmp_path: Path) -> None:
-    """As on the library engine; but vLLM's kernel on CPUs also reads NaN that a row has left in the cache."""
+    """As on the builtin engine; but vLLM's kernel on CPUs also reads NaN that a row has left in the cache."""
     weights = load_file(cases.text_checkpoint(tmp_path) / "model.safetensors")
     weights["model.embed_tokens.weight"][9] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

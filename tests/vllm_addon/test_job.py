@@ -1,4 +1,4 @@
-"""A job with `model.engine: vllm`: killed and resumed, every row once, with the library engine's answers."""
+"""A job with `model.engine: vllm`: killed and resumed, every row once, with the builtin engine's answers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.vllm.engine import VllmEngine
+from pipeline.advise.estimate import time_speeds
+from pipeline.answer.coordinator import Coordinator
 from pipeline.config.job import JobConfig
-from pipeline.estimate import time_speeds
-from pipeline.generate.coordinator import Coordinator
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
 from pipeline.learn.adapt.plan import plan_adaptation
@@ -90,7 +90,7 @@ def shards(output: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(3600)
 def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path: Path) -> None:
     """SIGKILL hits the driver and every process that it has started, after three parts."""
-    values, library = job(tmp_path, inputs, "vllm", 2), job(tmp_path, inputs, "library", 2)
+    values, library = job(tmp_path, inputs, "vllm", 2), job(tmp_path, inputs, "builtin", 2)
     file, output = tmp_path / "job.yaml", Path(values["output"]["path"])
     file.write_text(yaml.safe_dump(values))
     wanted = run_and_read(library)
@@ -140,12 +140,12 @@ def test_rows_of_the_next_shards_take_the_slots_of_rows_that_end(
     found = run_and_read(values)
     assert sorted(begun) == list(range(ROWS // SHARD_ROWS))
     assert max(map(len, in_flight)) >= 3
-    assert found == run_and_read(job(tmp_path, inputs, "library", 1))
+    assert found == run_and_read(job(tmp_path, inputs, "builtin", 1))
 
 
 def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, Any], tmp_path: Path) -> None:
     model = cases.text_checkpoint(tmp_path / "model", "granite")
-    library, values = (job(tmp_path, {**inputs, "model": str(model)}, engine, 1) for engine in ("library", "vllm"))
+    library, values = (job(tmp_path, {**inputs, "model": str(model)}, engine, 1) for engine in ("builtin", "vllm"))
     with pytest.raises(UserError, match="model_type 'granite' is not supported"):
         run_and_read(library)
     tokenizer, whole = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
@@ -158,7 +158,7 @@ def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, An
 
 def test_a_job_of_constant_depth_has_the_library_engines_answers(inputs: dict[str, Any], tmp_path: Path) -> None:
     schedule = {"speedup": 2, "decay": "constant", "prompt": "first", "unadapted": True}
-    library, values = (job(tmp_path, inputs, engine, 2, schedule=schedule) for engine in ("library", "vllm"))
+    library, values = (job(tmp_path, inputs, engine, 2, schedule=schedule) for engine in ("builtin", "vllm"))
     assert run_and_read(values) == run_and_read(library)
     assert {row["mean_depth"] for row in shards(values["output"]["path"])} == {cases.LAYERS / 2}
 
@@ -166,13 +166,13 @@ def test_a_job_of_constant_depth_has_the_library_engines_answers(inputs: dict[st
 def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "jobs", SimpleNamespace(run=run_in_process))
     found = {}
-    for engine in ("library", "vllm"):
+    for engine in ("builtin", "vllm"):
         config = JobConfig.model_validate(job(tmp_path, inputs, engine, 2, adapt={"rows": 20, "held_out": 4}))
         task, _ = plan_adaptation(config, "job.yaml")
         task.folder.mkdir()
         adaptation._answer(task, adaptation._sample(task)["held_out"], False)
         found[engine] = [pq.read_table(task.folder / name).to_pylist() for name in (configs.TRAIN, configs.HELD_OUT)]
-    assert found["vllm"] == found["library"]
+    assert found["vllm"] == found["builtin"]
     assert len(found["vllm"][1]) == 4
 
 
@@ -209,7 +209,7 @@ def test_plan_times_each_speed_by_an_engine_that_can_run_it(inputs: dict[str, An
         ({"actors": {"gpus": 0.5}}, "model.engine: vllm: an actor needs whole GPUs"),
         (
             {"choices": LABELS, "sampling": {"logprobs": 1}},
-            "model.engine: vllm: choices or output_format with log-probabilities need engine: library",
+            "model.engine: vllm: choices or output_format with log-probabilities need engine: builtin",
         ),
     ],
 )
@@ -232,5 +232,5 @@ def test_auto_is_vllm_on_a_gpu_and_a_job_keeps_its_engine(inputs: dict[str, Any]
     assert chosen(model={"path": inputs["model"], "vllm": {"tensor_parallel_size": 4}}) == ("vllm", 4)
     assert chosen(sampling={"temperature": 3.0}) == ("auto", 1)
     assert chosen(actors={}) == ("auto", 0)
-    assert chosen(stored="library") == ("library", 1)
+    assert chosen(stored="builtin") == ("builtin", 1)
     assert chosen(stored="vllm", actors={}) == ("vllm", 0)

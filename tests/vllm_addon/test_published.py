@@ -51,7 +51,7 @@ if not (MODEL / "config.json").is_file():
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[str]]:
-    """The library engine's answers."""
+    """The builtin engine's answers."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
     stored = load_spec(ADAPTER, 30)

@@ -1,4 +1,4 @@
-"""The recipes of vLLM's server and of Ray Serve LLM answer as the library engine does, with a tiny model."""
+"""The recipes of vLLM's server and of Ray Serve LLM answer as the builtin engine does, with a tiny model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECONDS = 900  # against hanging
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
-    """A tiny model, its speed adapter, and the library engine's answers to `PROMPTS`."""
+    """A tiny model, its speed adapter, and the builtin engine's answers to `PROMPTS`."""
     base = cases.text_checkpoint(tmp_path_factory.mktemp("model") / "base")
     adapter = random_adapter(base, tmp_path_factory.mktemp("adapter"), STORED)
     tokenizer = AutoTokenizer.from_pretrained(base)

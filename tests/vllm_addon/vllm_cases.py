@@ -1,4 +1,4 @@
-"""Engines of vLLM with the add-on, tiny checkpoints for them, and the answers that the library engine gives.
+"""Engines of vLLM with the add-on, tiny checkpoints for them, and the answers that the builtin engine gives.
 
 Importing it needs vLLM. Engines run in this process, one at a time, on a GPU or else on a CPU, in float32.
 """
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "num_key_value_heads": 2},  # no residual
     "olmo2": {},  # by transformers' layers
 }
-# not among the families of the library engine; layer 1 has no experts
+# not among the families of the builtin engine; layer 1 has no experts
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 SHAPES = {**MODELS, "qwen3_moe": {**MOE, "mlp_only_layers": [1], "decoder_sparse_step": 1}}
 SPECS = {
@@ -125,7 +125,7 @@ def answers(llm: vllm.LLM, prompts: Prompts, limits: Sequence[int], **options: A
 def library_answers(
     folder: Path, spec: ScheduleSpec, prompts: Prompts, limits: Sequence[int], adapter: Path | None = None
 ) -> list[list[int]]:
-    """The greedy answers of this project's library engine.
+    """The greedy answers of this project's builtin engine.
 
     To be called before vLLM loads the model: it changes classes of transformers in this process.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.engine.cache import SlotShape
-from actors.engine.cpu.library import PANEL, kernel, quantizes, structure
+from actors.engine.cpu.kernels import PANEL, kernel, quantizes, structure
 from actors.engine.cpu.products import (
     PackedLinear,
     PanelProduct,
@@ -30,10 +30,10 @@ from actors.engine.cpu.products import (
 )
 from actors.engine.cpu.stack import Embedding, PackedPrefix, Stack, buffer_table, can_stack, normalize
 from actors.engine.decoder import Decoder
-from actors.engine.library.executor import LibraryExecutor
 from actors.engine.model.families import Rotary, context_length, family_of, has_weights, layer_weights
 from actors.engine.model.layer_weights import NormWeights
 from actors.engine.sampling.sampler import argmax
+from actors.engine.torch.executor import LibraryExecutor
 
 PANELS_AT_ONCE = 64  # number of the head's panels (48 outputs each) that are converted to float64 at a time
 UNDECIDED = 8  # a row with more than V / 8 candidates for its likeliest token is undecided: it needs all logits

@@ -7,7 +7,7 @@
 
 namespace {
 
-enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // OUTSIDE: an index is out of range; see library.py
+enum Status : int64_t { DONE = 0, OUTSIDE = 1, NO_MEMORY = 2 };  // OUTSIDE: an index is out of range; see kernels.py
 
 // Calls `run`, which returns false if an index is out of range. Catches exceptions, because C cannot handle them.
 template <class Run>

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from actors.engine.cpu.library import PANEL, kernel, multiplies, quantizes
+from actors.engine.cpu.kernels import PANEL, kernel, multiplies, quantizes
 
 ROWS = 32  # number of rows for which oneDNN optimizes a weight's layout; other numbers of rows are about as fast
 LIMIT = 127  # 8-bit codes are -127 ... 127
@@ -68,7 +68,7 @@ class PanelProduct:
 class QuantizedProduct(PanelProduct):
     """A `PanelProduct` for bfloat16 that rounds W and x to 8 bits.
 
-    A kernel computes the product if `library.quantizes` is true. Otherwise torch does, which takes several times as
+    A kernel computes the product if `kernels.quantizes` is true. Otherwise torch does, which takes several times as
     long as a product in bfloat16.
     """
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from actors.engine.cpu import library
-from actors.engine.cpu.library import LARGEST_HEAD, PANEL, kernel, structure
+from actors.engine.cpu import kernels
+from actors.engine.cpu.kernels import LARGEST_HEAD, PANEL, kernel, structure
 from actors.engine.cpu.products import PanelProduct, QuantizedProduct, give_memory_back, product, to_huge_pages
-from actors.engine.library import packed_attention
-from actors.engine.library.packed_attention import Attendance
 from actors.engine.model.families import Rotary
 from actors.engine.model.layer_weights import GELU, LayerWeights, NormWeights, Projection
+from actors.engine.torch import packed_attention
+from actors.engine.torch.packed_attention import Attendance
 
 # structures with the same names and fields as in attention.h
 _Layer = structure(
@@ -92,7 +92,7 @@ def can_stack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, *
     return (
         (weights.gated or weights.activation == "relu")
         and weights.head_dim <= LARGEST_HEAD
-        and (library.quantizes if int8 else library.multiplies)(dtype, device)
+        and (kernels.quantizes if int8 else kernels.multiplies)(dtype, device)
         and (dtype == torch.float32 or all(size % 2 == 0 for size in (weights.head_dim, *(p.shape[1] for p in parts))))
     )
 

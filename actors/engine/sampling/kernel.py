@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.engine.cpu.library import kernel, structure
+from actors.engine.cpu.kernels import kernel, structure
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engine.cpu import library
+from actors.engine.cpu import kernels
 from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
@@ -50,7 +50,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
             together = logits[index, ends].float().logsumexp(dim=0).to(logits.dtype)
             logits[index, ends] = -torch.inf
             logits[index, ends[0]] = together
-    if library.available(logits.dtype, logits.device) and logits.is_contiguous():
+    if kernels.available(logits.dtype, logits.device) and logits.is_contiguous():
         return kernel_sampling.sample(logits, rows, logprobs=logprobs)
     return sample_by_torch(logits, rows, logprobs=logprobs)
 

@@ -19,6 +19,7 @@ from actors.engine.errors import UserError
 from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
+from pipeline.advise.propose import first_rows, true_answers
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS, AdaptConfig
 from pipeline.config.job import JobConfig
@@ -34,7 +35,6 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION, difference
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.propose import first_rows, true_answers
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
 from pipeline.storage.folder import filesystem

@@ -16,12 +16,12 @@ from actors.engine.machine import process_memory
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
+from pipeline.answer.settings import generator_settings
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.adapt import SHORT
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
 from pipeline.config.forms import normalized
 from pipeline.config.job import StorageConfig
-from pipeline.generate.settings import generator_settings
 from pipeline.input.rows import read_columns
 from pipeline.input.schema import MissingColumn
 from pipeline.learn.evaluate.metrics import is_label
@@ -128,7 +128,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     Raises UserError if the configuration or the data are wrong.
     """
     # always the project's own engine: vLLM gives no logits for a schedule that skips layers
-    config = config.model_copy(update={"model": config.model.model_copy(update={"engine": "library", "vllm": None})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"engine": "builtin", "vllm": None})})
     folder = OwnedFolder(local_path("output", config.output), RECORD, "output")
     folder.check([])
     rows = read_rows(config.data, config.choices, config.storage)

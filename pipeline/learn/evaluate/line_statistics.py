@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from actors.answers import Answer
-from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.schedule.schedule import Schedule
+from actors.engine.torch.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.generator import Generator
 from pipeline.learn.evaluate.inputs import EvalInputs
 from pipeline.learn.evaluate.metrics import (

@@ -16,8 +16,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import Tokenizer
 from sacrebleu.metrics.bleu import BLEU
 
+from pipeline.answer.answer_checks import repeated_ngrams
 from pipeline.config.forms import normalized
-from pipeline.generate.answer_checks import repeated_ngrams
 
 Array = npt.NDArray[np.float64]
 ORDER = 4  # longest n-gram of BLEU

@@ -26,8 +26,8 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.engine.types import EngineStats
 from actors.generator import Generator
+from pipeline.answer.answer_checks import warnings_of
 from pipeline.config.evaluate import EvalConfig
-from pipeline.generate.answer_checks import warnings_of
 from pipeline.learn.evaluate.inputs import CHANCE, REFERENCE, EvalInputs, EvalRow, Variant, prepare, speeds
 from pipeline.learn.evaluate.line_statistics import by_chance, line_statistics
 from pipeline.learn.evaluate.metrics import paired_scores

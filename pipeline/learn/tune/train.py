@@ -16,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.engine.cpu.products import give_memory_back
 from actors.engine.decoder import Decoder
-from actors.engine.library import packed_attention
 from actors.engine.machine import set_threads
 from actors.engine.model.families import ModelShape
 from actors.engine.model.loading import load_decoder, load_model
 from actors.engine.schedule.file import Trained, save_spec
+from actors.engine.torch import packed_attention
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune import adapters, resume
 from pipeline.learn.tune.plan import TrainingPlan

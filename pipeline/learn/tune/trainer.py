@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.library.forcing import Pair, micro_batches, predicting_states, response_labels
 from actors.engine.schedule.schedule import ScheduleSpec
+from actors.engine.torch.forcing import Pair, micro_batches, predicting_states, response_labels
 from pipeline.config.tune import LossConfig, TuneConfig
 from pipeline.learn.tune.objective import Targets, chunks, dev_loss, summed_loss
 from pipeline.learn.tune.plan import TrainingPlan, training_steps

@@ -69,9 +69,9 @@ def this_project(task: Task, *options: str) -> None:
         """Pickled by value, for workers cannot import this file."""
 
         def __init__(self, *rest: Any, **named: Any) -> None:
-            import pipeline.generate.stage
+            import pipeline.answer.stage
 
-            pipeline.generate.stage.Generator = stand_in(task)
+            pipeline.answer.stage.Generator = stand_in(task)
             super().__init__(*rest, **named)
 
     stages.ShardGenerator = WithStandIn  # type: ignore[attr-defined]

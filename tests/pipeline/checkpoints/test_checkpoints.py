@@ -26,12 +26,12 @@ from part_builders import Commits, part_spec, shard_generator
 from transformers import AutoModelForCausalLM
 
 from actors.engine.model.weights import StoredTensor, folder_tensors
+from pipeline.answer.coordinator import Coordinator
 from pipeline.checkpoints import resolve
 from pipeline.checkpoints import stores as checkpoint_stores
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore, RemoteFile
 from pipeline.config.job import ModelConfig, StorageConfig
-from pipeline.generate.coordinator import Coordinator
 from pipeline.storage.errors import StoreFailed
 
 WEIGHTS = "model.safetensors"

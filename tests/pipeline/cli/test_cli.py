@@ -30,7 +30,7 @@ from pipeline.cli.command import cause_line, user_error
 from pipeline.cli.command import command as running
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.messages import install_command, without_secrets
-from pipeline.planned import plan
+from pipeline.plan.job import plan
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 

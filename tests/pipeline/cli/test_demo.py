@@ -10,12 +10,12 @@ import torch
 from shown_commands import ROOT
 from typer.testing import CliRunner
 
-from actors.engine.cpu.library import multiplies
+from actors.engine.cpu.kernels import multiplies
 from actors.engine.errors import UserError
+from pipeline.advise.demo_data import write_demo, write_prompts
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
-from pipeline.demo_data import write_demo, write_prompts
 
 pytestmark = [
     pytest.mark.usefixtures("in_process", "own_cache"),

@@ -15,8 +15,8 @@ from cli_command import wait_until
 from in_process import invoke, job_values
 from moved_clock import Clock
 
+from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
 from pipeline.cli.command import JsonLines
-from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
 from pipeline.report.progress import shown_progress
 from pipeline.runtime.announce import announce_to_log

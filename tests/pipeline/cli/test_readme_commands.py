@@ -115,7 +115,7 @@ def test_adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str) ->
     """As shown, on fewer rows, two steps of training, any tolerance; then the job that it writes, as in the README."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    run_commands(["python -m pipeline.demo_data work/demo/prompts --rows 80 --files 1"])
+    run_commands(["python -m pipeline.advise.demo_data work/demo/prompts --rows 80 --files 1"])
     shutil.copy(ROOT / "configs" / "demo.yaml", "job.yaml")
     shown = [block for block in blocks("README.md") if " adapt " in block[0]]
     adapt, *then = shown[0] if example == "README.md" else commands_of_example("adapt-demo.yaml")[-1:]

@@ -18,11 +18,11 @@ from random_adapter import random_adapter
 
 from actors.answers import Answer, error_answer
 from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.advise.try_rows import answer_first_rows, same_tokens
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.report.summary import print_result
 from pipeline.runtime.wide_console import wide_console
 from pipeline.storage.folder import open_folder
-from pipeline.try_rows import answer_first_rows, same_tokens
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from part_builders import (
 )
 
 from actors.answers import OPTIONAL_TYPES
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.output import part_table
+from pipeline.answer.stats import ShardStats
 from pipeline.commit.records import COMMITS, read_records, record_name
 from pipeline.commit.sink import clear, commit, commit_shard, committed_shards, part_name
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.output import part_table
-from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
 from pipeline.runtime.quarantine import QUARANTINE, marker_name
 from pipeline.storage.folder import Folder

@@ -165,7 +165,7 @@ def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
         "output.keep=[a, b]",
         "input.path=s3://bucket/x=1/*.parquet",
         "input.template={{ question }}",
-        "model.engine=library",
+        "model.engine=builtin",
         "shard_rows=null",
         "output.path=before",
         " output.path =elsewhere",
@@ -174,7 +174,7 @@ def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
     assert config.schedule.speedup == 3 and config.sampling.temperature == 0.5
     assert config.output.keep == ["a", "b"] and config.output.path == "elsewhere"
     assert config.input.path == ["s3://bucket/x=1/*.parquet"] and config.input.template == "{{ question }}"
-    assert config.model.engine == "library" and config.shard_rows is None
+    assert config.model.engine == "builtin" and config.shard_rows is None
     assert load_config(JobConfig, path).schedule.speedup is None
 
 

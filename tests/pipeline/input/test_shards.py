@@ -15,9 +15,9 @@ from input_files import write_rows
 from part_builders import fake_answers, part_spec
 
 from actors.engine.errors import UserError
+from pipeline.answer.output import part_bytes, part_table
 from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig
-from pipeline.generate.output import part_bytes, part_table
 from pipeline.input.files import InputFile, list_files, read_footer
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import (

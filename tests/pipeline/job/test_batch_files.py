@@ -20,9 +20,9 @@ from openai.types.chat import ChatCompletion
 from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
 from pipeline import job as jobs
+from pipeline.answer.stats import Totals
 from pipeline.commit.results import RECORD, recorded, result_problems
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.stats import Totals
 from pipeline.storage.folder import LocalFolder, open_folder
 
 

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.advise.try_rows import answer_first_rows
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.learn.evaluate.run import evaluate
 from pipeline.storage.folder import filesystem, open_folder
-from pipeline.try_rows import answer_first_rows
 
 PROMPTS = [f"name[Zizzi], area[{row}]" for row in range(12)]
 

@@ -14,7 +14,7 @@ import torch
 from cli_command import Command
 from in_process import parts, run_in_process
 
-from actors.engine.cpu.library import multiplies
+from actors.engine.cpu.kernels import multiplies
 from pipeline.config.job import JobConfig
 
 ROOT = Path(__file__).parents[3]

@@ -117,7 +117,7 @@ def test_an_actor_that_does_not_see_the_jobs_output_answers_nothing(
     """A local path on another node: there it is another folder, which is empty or holds another job."""
     job = config(inputs, tmp_path / "out", checkpoint)
     told = rf"^output.path: {tmp_path}/out on node .+ is not the folder in which this job began: give a path that all"
-    monkeypatch.setattr("pipeline.generate.stage.Generator", lambda *_, **named: pytest.fail("loaded"))
+    monkeypatch.setattr("pipeline.answer.stage.Generator", lambda *_, **named: pytest.fail("loaded"))
     for found in (None, b"{}", b"{", b"[]", b'{"fingerprint": "of another job"}'):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         with monkeypatch.context() as patched:

@@ -19,10 +19,10 @@ from recorded_metrics import Recorded
 
 from pipeline import job as jobs
 from pipeline import metrics
+from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
 from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import RUNS, read_runs, recorded_run
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.metrics import METRICS
 from pipeline.report import job_page
 from pipeline.report.job_page import REPORT

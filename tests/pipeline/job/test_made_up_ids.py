@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from in_process import InProcess, answered_rows, job_values, run_and_read
 
 from pipeline import nightly
+from pipeline.advise.try_rows import answer_first_rows
 from pipeline.config.job import JobConfig
-from pipeline.try_rows import answer_first_rows
 
 NAMES = ["d=1/part-0", "d=2/part-0"]
 

@@ -12,9 +12,9 @@ from in_process import job_values, run_and_read
 from input_files import uploaded, write_values
 
 from actors.engine.errors import UserError
+from pipeline.advise.propose import read_sample
+from pipeline.advise.try_rows import answer_first_rows
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.propose import read_sample
-from pipeline.try_rows import answer_first_rows
 
 PARTITIONS = ["dt=2026-11-01/lang=de", "dt=2026-11-02/lang=fr%20ca", "dt=2026-11-03/lang=__HIVE_DEFAULT_PARTITION__"]
 ROWS = [("2026-11-01", "de"), ("2026-11-02", "fr ca"), ("2026-11-03", None)]

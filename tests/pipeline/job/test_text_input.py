@@ -21,11 +21,11 @@ from in_process import (
 from input_files import write_values
 
 from pipeline import nightly
+from pipeline.advise.try_rows import answer_first_rows
 from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan import plan_files
 from pipeline.storage.folder import open_folder
-from pipeline.try_rows import answer_first_rows
 
 ROWS = [
     {"id": f"row-{row}", "prompt": " ".join(["alpha", "bravo", "cheap"][: 1 + row % 3]), "heat": row % 2 * 0.5}

@@ -88,7 +88,7 @@ def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) ->
     assert {path.name for path in out.iterdir()} == written
     made_by = json.loads((out / "evaluate.json").read_text())
     asked = EvalConfig.model_validate(recipe)
-    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"engine": "library"})})
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"engine": "builtin"})})
     assert EvalConfig.model_validate(made_by["config"]).model_dump() == asked.model_dump()
     assert (made_by["device"].split()[0], made_by["threads"]) == ("cpu", 1) and made_by["version"] and made_by["torch"]
     assert all(len(text) <= 120 for text in result.output.splitlines())

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from pipeline.generate.answer_checks import repeated_ngrams
+from pipeline.answer.answer_checks import repeated_ngrams
 from pipeline.learn.evaluate import metrics
 from pipeline.learn.evaluate.line_statistics import by_chance
 from pipeline.learn.evaluate.metrics import METRICS, Score, mean_statistics, paired_scores

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from actors.engine.decoder import Decoder
-from actors.engine.library import packed_attention
-from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.model.loading import load_model
 from actors.engine.schedule.schedule import ScheduleSpec
+from actors.engine.torch import packed_attention
+from actors.engine.torch.forcing import predicting_states, response_labels
 from pipeline.config.tune import AdapterConfig, LossConfig, TuneConfig
 from pipeline.learn.tune import adapters, objective
 from pipeline.learn.tune.objective import Targets, dev_loss, loss_and_gradient, summed_loss

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 from pipeline import job as jobs
 from pipeline import nightly
+from pipeline.answer.stats import add_up
 from pipeline.cli.app import app
 from pipeline.commit.lease import Lease
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stats import add_up
 from pipeline.input.shards import Shard
 from pipeline.nightly import Run
 from pipeline.runtime.signals import Interrupted

@@ -19,12 +19,12 @@ from memory_folder import Killed, MemoryFolder, Stepped
 from part_builders import to_table
 
 from pipeline import nightly
+from pipeline.answer.stats import add_up
 from pipeline.commit.claim import LEDGER, check_same_job
 from pipeline.commit.finalize import write_success
 from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import SUCCESS
 from pipeline.config.job import JobConfig
-from pipeline.generate.stats import add_up
 from pipeline.input.files import InputFile
 from pipeline.job import Night
 from pipeline.nightly import NightlyResult

@@ -106,7 +106,7 @@ def test_an_actor_gets_4_shards_of_a_small_job_and_32_of_a_larger_one(
     assert all(shard.rows <= shard_rows for shard in manifest.shards)
 
 
-@pytest.mark.parametrize(("engine", "gpus", "rows"), [("library", 1, 64), ("vllm", 0, 256), ("vllm", 1, 1024)])
+@pytest.mark.parametrize(("engine", "gpus", "rows"), [("builtin", 1, 64), ("vllm", 0, 256), ("vllm", 1, 1024)])
 def test_rows_in_flight_depend_on_engine_and_device(
     tmp_path: Path, checkpoint: Path, engine: str, gpus: int, rows: int
 ) -> None:

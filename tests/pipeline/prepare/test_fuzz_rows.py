@@ -16,9 +16,9 @@ from part_builders import fake_answers, part_spec
 
 from actors.answers import Answer, Prompt
 from actors.engine.types import SamplingParams
+from pipeline.answer.output import part_bytes, part_table
+from pipeline.answer.stage import prompts
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.output import part_bytes, part_table
-from pipeline.generate.stage import prompts
 from pipeline.input.files import list_files
 from pipeline.input.rows import from_ipc, to_ipc
 from pipeline.input.schema import conform

@@ -30,9 +30,9 @@ from part_builders import (
     to_table,
 )
 
+from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
+from pipeline.answer.stats import Counts, ShardStats, add_up
 from pipeline.commit.runs import JobRun
-from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
-from pipeline.generate.stats import Counts, ShardStats, add_up
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING

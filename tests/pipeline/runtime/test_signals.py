@@ -13,9 +13,9 @@ import pytest
 from cli_command import wait_until
 from moved_clock import Clock
 
+from pipeline.answer.coordinator import Coordinator
 from pipeline.commit import lease as leases
 from pipeline.commit.lease import EPOCHS, LeaseLost, leased
-from pipeline.generate.coordinator import Coordinator
 from pipeline.runtime import signals
 from pipeline.runtime.signals import Interrupted, graceful, interrupter, interruptible, shielded
 from pipeline.storage.folder import Folder

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
-from actors.engine.library.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import common_length
+from actors.engine.torch.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
 
 Pair = Mapping[str, Any]  # a prompt with its response: `input_ids` (tokens of both), `prompt_tokens` (prompt length)
 LEAST_SAVED = 16  # minimum tokens saved by sharing a prefix; fewer are not worth a separate pass over the prefix

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from actors.engine.decoder import Decoder, part
-from actors.engine.library.packed_attention import Attendance
+from actors.engine.torch.packed_attention import Attendance
 
 SHARED = -1  # branch number of tokens to which all branches attend
 PADDING = 2**62  # position that marks a key as padding

@@ -21,10 +21,10 @@ from prompt_specs import spec_of
 
 from actors.engine.engine import Engine
 from actors.engine.loop import Call, Loop
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.stage import ShardGenerator
+from pipeline.answer.stats import ShardStats
 from pipeline.config.job import JobConfig
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.stage import ShardGenerator
-from pipeline.generate.stats import ShardStats
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import Batching
 from pipeline.prepare.prompts import prepare_table
@@ -89,7 +89,7 @@ def test_a_part_does_not_depend_on_the_shard_before(
     checkpoint: Path, shards: list[dict[str, Any]], drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, step = Clock(), Engine.step
-    monkeypatch.setattr("pipeline.generate.stage.time", clock)
+    monkeypatch.setattr("pipeline.answer.stage.time", clock)
 
     def stepped(self: Engine) -> Any:
         clock.now += 1

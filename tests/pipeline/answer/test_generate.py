@@ -26,10 +26,10 @@ from actors.answers import Answer
 from actors.engine import scheduler
 from actors.engine.engine import Engine
 from actors.generator import Generator, RowsAtWork
+from pipeline.answer import stage as generate
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.stats import KINDS, ShardStats, error_kinds, kind_of
 from pipeline.commit.records import commit_record, decode_record, encode_record
-from pipeline.generate import stage as generate
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.stats import KINDS, ShardStats, error_kinds, kind_of
 from pipeline.input.rows import from_ipc
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.prompt_spec import PromptSpec
@@ -110,7 +110,7 @@ def test_a_figure_that_cannot_be_had_costs_no_shard(
     def broken(*_: Any) -> Any:
         raise OverflowError("date value out of range")
 
-    monkeypatch.setattr(f"pipeline.generate.stats.{figure}", broken)
+    monkeypatch.setattr(f"pipeline.answer.stats.{figure}", broken)
     stats = committed(checkpoint).stats[3]
     assert (stats.rows, stats.errors, stats.generated_tokens > 0) == (3, 1, True)
     assert "shard 3: statistic " in caplog.text and "date value out of range" in caplog.text

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.engine.errors import flat
-from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
+from pipeline.answer.answer_checks import MOST_COMMON, count_answers, warnings
 
 log = logging.getLogger(__name__)
 KINDS = 3  # maximum number of kinds of errors in a shard's record; answers with other kinds are only counted

@@ -19,12 +19,12 @@ from jinja2 import Environment
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
+from pipeline.advise.propose import Sample, job_text, propose, true_answers, write_job_file
 from pipeline.checkpoints.resolve import PLACEHOLDER, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config, parse_yaml, validated
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.propose import Sample, job_text, propose, true_answers, write_job_file
 
 
 def written(folder: Path, *arguments: str) -> tuple[Any, Path]:

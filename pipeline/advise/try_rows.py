@@ -12,15 +12,15 @@ from typing import Any
 from actors.answers import Answer, Prompt
 from actors.engine.errors import UserError
 from actors.engine.model.end_tokens import end_tokens
+from pipeline.answer.output import row_ids
+from pipeline.answer.settings import fetched
+from pipeline.answer.stage import prompts
+from pipeline.answer.stats import id_value
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import row_ids
-from pipeline.generate.settings import fetched
-from pipeline.generate.stage import prompts
-from pipeline.generate.stats import id_value
 from pipeline.input.rows import read_shards
 from pipeline.plan.columns import check_columns
 from pipeline.plan.hardware import Hardware
-from pipeline.planned import announce_no_gain, can_gain, generator_arguments, plan
+from pipeline.plan.job import announce_no_gain, can_gain, generator_arguments, plan
 from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table

@@ -28,20 +28,20 @@ from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from pipeline import job as jobs
 from pipeline import nightly
+from pipeline.answer.answer_checks import texts_of, warnings_of
+from pipeline.answer.settings import fetched
+from pipeline.answer.stage import prompts
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.evaluate import DEPTH_KEYS
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.answer_checks import texts_of, warnings_of
-from pipeline.generate.settings import fetched
-from pipeline.generate.stage import prompts
 from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.messages import counted
+from pipeline.plan.job import PlannedJob, announce_no_gain, generator_arguments, plan
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.planned import PlannedJob, announce_no_gain, generator_arguments, plan
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.run.stages import Backend

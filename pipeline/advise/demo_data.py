@@ -1,6 +1,6 @@
 """Makes the demo's prompts: restaurants in the style of the E2E data set, drawn at random from slots and values.
 
-    python -m pipeline.demo_data FOLDER [--rows 2000] [--files 8] [--seed 0]
+    python -m pipeline.advise.demo_data FOLDER [--rows 2000] [--files 8] [--seed 0]
 
 The slot values are from the E2E data set (CC BY-SA 4.0); no sentence of the data set is used.
 """

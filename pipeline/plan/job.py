@@ -11,10 +11,10 @@ import pyarrow as pa
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule
+from pipeline.answer.output import PartSpec
+from pipeline.answer.settings import generator_settings
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import PartSpec
-from pipeline.generate.settings import generator_settings
 from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
 from pipeline.input.schema import ERROR

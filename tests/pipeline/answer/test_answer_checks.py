@@ -12,10 +12,10 @@ import pytest
 from in_process import invoke, job_values, run_in_process
 
 from actors.engine.errors import UserError
+from pipeline.answer.answer_checks import repeats_itself, warnings_of
+from pipeline.answer.coordinator import Coordinator
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
-from pipeline.generate.answer_checks import repeats_itself, warnings_of
-from pipeline.generate.coordinator import Coordinator
 
 
 @pytest.mark.parametrize(

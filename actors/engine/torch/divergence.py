@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
-from actors.engine.library.forcing import Pair as Row
-from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
-from actors.engine.library.packed_attention import packed
 from actors.engine.schedule.schedule import Schedule
+from actors.engine.torch.forcing import Pair as Row
+from actors.engine.torch.forcing import micro_batches, predicting_states, response_labels
+from actors.engine.torch.packed_attention import packed
 
 TOKENS = 4096  # maximum number of tokens in a forward pass
 LOGITS_AT_ONCE = 2**24  # maximum number of a model's logits that exist at the same time (64 MiB in float32)

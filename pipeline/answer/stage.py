@@ -25,10 +25,10 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline import metrics
-from pipeline.generate.coordinator import Coordinator
-from pipeline.generate.output import PartSpec, part_bytes, part_table
-from pipeline.generate.settings import fetched
-from pipeline.generate.stats import ShardStats, ratio
+from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.output import PartSpec, part_bytes, part_table
+from pipeline.answer.settings import fetched
+from pipeline.answer.stats import ShardStats, ratio
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING

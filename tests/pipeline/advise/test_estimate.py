@@ -21,8 +21,8 @@ from actors.answers import Prompt
 from actors.engine.model.loading import inspect
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
+from pipeline.advise.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.config.job import JobConfig
-from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.input.shards import Shard
 from pipeline.report.estimate_table import print_estimate
 from pipeline.run.ray_data import RayData
@@ -227,7 +227,7 @@ class IsolatedPlanning(InProcess):
 def test_a_row_that_kills_its_process_costs_its_place_in_the_sample(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipeline.estimate.read_prompts", poison_stages.deadly_read_prompts)
+    monkeypatch.setattr("pipeline.advise.estimate.read_prompts", poison_stages.deadly_read_prompts)
     config = JobConfig.model_validate({**values, "shard_rows": 15})
     found = estimate(config, seconds=5, backend=IsolatedPlanning())
     assert found["row_errors"]["sampled"] == 45 and found["rows"] == 60

@@ -1,0 +1,1 @@
+"""Runs transformers' layers: the executor of the builtin engine, and passes for training and evaluation."""
