@@ -9,14 +9,13 @@ from pydantic import Field, model_validator
 from actors.engine.errors import UserError
 from pipeline.config.base import Place, Section, place
 
-Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
+Metric = Literal["fidelity", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # metrics for free text, not for labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
 SHORT = 8  # tokens; without references, the default metric is agreement_exact for answers up to this length
 # metric -> default of `tolerance`, in points of 100 (nats for token_kl)
 TOLERANCES = {
     "fidelity": 10.0,
-    "agreement_rouge_l": 10.0,
     "agreement_exact": 5.0,
     "token_kl": 0.1,
     "bleu": 2.0,
@@ -27,7 +26,6 @@ MEANINGS = {
     "fidelity": "product of three factors: (1) probability of the answers' tokens at full depth, relative to the "
     "likeliest token at each position; (2) length of the answers and of those at full depth, as shorter ÷ longer; (3) "
     "share of 4-grams that repeat no earlier 4-gram. For full depth's own answers, only factor 3 may be below 1",
-    "agreement_rouge_l": "ROUGE-L of the answers against those at full depth; even a good paraphrase scores low",
     "agreement_exact": "share of the answers that equal full depth's answer, character by character",
     "token_kl": "KL divergence of next-token distributions from those at full depth, per token of full depth's answers",
     "bleu": "BLEU of the answers against the references",
@@ -72,7 +70,7 @@ class AdaptConfig(Section):
         None,
         gt=0,
         description="largest loss against full depth (upper end of its confidence interval), in points of 100, or nats "
-        "for token_kl. Default: fidelity and agreement_rouge_l 10, agreement_exact 5, token_kl 0.1, any other metric 2",
+        "for token_kl. Default: fidelity 10, agreement_exact 5, token_kl 0.1, any other metric 2",
     )
     references: str | None = Field(None, description="input column with right answers: a string, or a list of strings")
     responses: str | None = Field(

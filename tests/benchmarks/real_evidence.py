@@ -305,7 +305,6 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
         if facts:
             cells["values stated"] = f"{facts['values_stated']:.1f}%"
             cells["loss"] = "-" if row is full else _loss(facts, "values_stated")
-        cells["ROUGE-L to 1x"] = f"{values['agreement_rouge_l']:.1f}"
         cells["same answer %"] = f"{values['agreement_exact']:.1f}"
         cells["token KL, nats"] = f"{values['token_kl']:.3f}"
         cells["break-even rows"] = "-" if not pays else f"{cost['adapt'] / saved:,.0f}" if saved > 0 else "never"

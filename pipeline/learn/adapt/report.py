@@ -16,9 +16,6 @@ from pipeline.learn.adapt.run import Adapted
 from pipeline.learn.evaluate.results import bracketed, chance_metric, clock_ratio, remarks, uselessness
 from pipeline.messages import LEAST_TIMED
 
-# metric -> title of its column; the column is shown if the metric was measured
-FURTHER = {"kappa": "kappa", "token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}
-
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
     """Print the scores before and after the training, the chosen speed, the break-even and the paths."""
@@ -89,9 +86,7 @@ def to_dict(adapted: Adapted) -> dict[str, Any]:
 
 def _table(adapted: Adapted) -> Table:
     table = Table(box=None, pad_edge=False)
-    further = [name for name in FURTHER if name in adapted.nearest.scores and name != adapted.metric]
-    columns = ("speed", "layer ratio", "wall", "timed s", adapted.metric, "before", "loss", "within")
-    for name in (*columns, *(FURTHER[name] for name in further)):
+    for name in ("speed", "layer ratio", "wall", "timed s", adapted.metric, "before", "loss", "within", "token KL"):
         table.add_column(name, justify="right")
     before = {line.name: line for line in adapted.before}
     for line in adapted.after:
@@ -107,6 +102,6 @@ def _table(adapted: Adapted) -> Table:
             f"{before[line.name].scores[adapted.metric].value:.4g}",
             bracketed(score.loss, score.loss_low, score.loss_high, 3 if adapted.metric == "token_kl" else 1),
             "yes" if score.loss_high <= adapted.tolerance else "no",
-            *(f"{line.scores[name].value:.3g}" for name in further),
+            f"{line.scores['token_kl'].value:.3g}",
         )
     return table

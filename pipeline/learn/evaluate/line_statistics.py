@@ -17,13 +17,11 @@ from pipeline.learn.evaluate.metrics import (
     answer_statistics,
     bleu_statistics,
     exact_match_statistics,
-    kappa_statistics,
     mean_statistics,
     rouge_l_statistics,
 )
 from pipeline.runtime.announce import RowProgress
 
-MOST_LABELS = 200  # kappa is computed only up to this number of distinct answers
 Answers = Sequence[Answer]
 
 
@@ -43,7 +41,7 @@ def line_statistics(
 ) -> dict[str, dict[str, Array]]:
     """Return line -> metric -> array [rows, statistics], for each metric that can be computed for these rows.
 
-    answers: the answers of each line, and of the line `CHANCE`, which has no model and thus no token_kl or perplexity.
+    answers: the answers of each line, and of the line `CHANCE`, which has no model and thus no token_kl.
     full_depth: name of the line that agreement is measured against.
     """
     texts = {name: [answer.generated_text or "" for answer in given] for name, given in answers.items()}
@@ -57,9 +55,6 @@ def line_statistics(
                 found["rouge_l"] = rouge_l_statistics(own, references)
             found["exact_match"] = exact_match_statistics(own, references)
         found["agreement_exact"] = mean_statistics([one == other for one, other in zip(own, expected, strict=True)])
-        found["agreement_rouge_l"] = rouge_l_statistics(own, [[text] for text in expected])
-        if inputs.is_labelling and len(set(expected)) <= MOST_LABELS:
-            found["kappa"] = kappa_statistics(own, expected)
     models = {name: Model(generator.engine.decoder, schedule) for name, (generator, schedule) in lines.items()}
     pairs: dict[str, list[Pair]] = {
         name: [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(inputs.prompts, given, strict=True)]
@@ -69,13 +64,11 @@ def line_statistics(
         regret = _regret(models[full_depth], pairs)
         lengths = [ids for _, ids in pairs[full_depth]]
         for name, each in pairs.items():
-            own_statistics = answer_statistics([ids for _, ids in each], lengths, regret[name])
-            statistics[name] |= dict.fromkeys(("fidelity", "length_ratio", "repetition"), own_statistics)
+            statistics[name]["fidelity"] = answer_statistics([ids for _, ids in each], lengths, regret[name])
     report = RowProgress("scoring full depth's answers", len(inputs.rows)).at
     forced = teacher_forced(models[full_depth], list(models.values()), pairs[full_depth], report=report)
     for name, scores in zip(models, forced, strict=True):
         statistics[name]["token_kl"] = np.stack([scores.kl, scores.tokens], axis=1)
-        statistics[name]["perplexity"] = np.stack([scores.nll, scores.tokens], axis=1)
     return statistics
 
 

@@ -32,14 +32,11 @@ _SPACELESS = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\u
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. title, unit: as shown in tables. score: function from sums [S, K] to the scores of S data sets.
-
-    higher_is_better: None means that any difference from full depth's value, up or down, is a loss.
-    """
+    """A metric. title, unit: as shown in tables. score: function from sums [S, K] to the scores of S data sets."""
 
     title: str
     unit: str
-    higher_is_better: bool | None
+    higher_is_better: bool
     decimals: int
     score: Callable[[Array], Array]
 
@@ -63,26 +60,10 @@ def _percent(sums: Array) -> Array:
     return 100 * _mean(sums)
 
 
-def _length_ratio(sums: Array) -> Array:
-    return sums[:, TOKENS] / sums[:, OWN_TOKENS]
-
-
-def _repetition(sums: Array) -> Array:
-    return 100 * sums[:, REPEATS] / np.maximum(sums[:, GRAMS], 1)
-
-
 def _fidelity(sums: Array) -> Array:
     likelihood = np.exp(-sums[:, REGRET] / sums[:, TOKENS])
-    length = _length_ratio(sums)
-    return likelihood * np.minimum(length, 1 / length) * (100 - _repetition(sums))
-
-
-def _kappa(sums: Array) -> Array:
-    agreed, rows, marginals = sums[:, 0], sums[:, 1], sums[:, 2:]
-    own, full = np.split(marginals, 2, axis=1)
-    by_chance = (own * full).sum(axis=1) / rows
-    kappa: Array = (agreed - by_chance) / np.maximum(rows - by_chance, 1e-9)  # kappa is 0 if all answers are the same
-    return kappa
+    length = sums[:, TOKENS] / sums[:, OWN_TOKENS]
+    return 100 * likelihood * np.minimum(length, 1 / length) * (1 - sums[:, REPEATS] / np.maximum(sums[:, GRAMS], 1))
 
 
 EXACT = ("exact_match", "agreement_exact")  # metrics that are 0 or 1 in each row
@@ -91,13 +72,8 @@ METRICS = {
     "exact_match": Metric("exact match", "%", True, 1, _percent),
     "rouge_l": Metric("ROUGE-L", "", True, 1, _percent),
     "agreement_exact": Metric("same answer", "%", True, 1, _percent),
-    "agreement_rouge_l": Metric("ROUGE-L to full depth", "", True, 1, _percent),
-    "kappa": Metric("Cohen's kappa", "", True, 2, _kappa),
     "fidelity": Metric("fidelity", "", True, 1, _fidelity),
-    "length_ratio": Metric("length ratio", "", None, 2, _length_ratio),
-    "repetition": Metric("repeated 4-grams", "%", None, 1, _repetition),
     "token_kl": Metric("token KL", "nats", False, 3, _mean),
-    "perplexity": Metric("perplexity", "", False, 2, lambda sums: np.exp(_mean(sums))),
 }
 
 
@@ -119,15 +95,6 @@ def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[s
     """Return [rows, 2]: 1 if the text equals a reference, ignoring case and outer space, else 0; and a constant 1."""
     pairs = zip(texts, references, strict=True)
     return mean_statistics([normalized(text) in map(normalized, each) for text, each in pairs])
-
-
-def kappa_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
-    """Return for each row: 1 if both texts are equal, else 0; a constant 1; both as one-hot vectors over `others`."""
-    labels = {label: column for column, label in enumerate(dict.fromkeys(others))}
-    rows = np.eye(len(labels) + 1)[:, :-1]  # the last row is zeros, for a text that is not in `others`
-    both = [rows[[labels.get(text, -1) for text in each]] for each in (texts, others)]
-    agreed = [text == other for text, other in zip(texts, others, strict=True)]
-    return np.concatenate([mean_statistics(agreed), *both], axis=1)
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
@@ -233,8 +200,7 @@ def paired_scores(statistics: Mapping[str, Mapping[str, Array]], full_depth: str
     scores: dict[str, dict[str, Score]] = {line: {} for line in statistics}
     for (line, metric), values in values_of.items():
         losses = values_of[full_depth, metric] - values
-        better = METRICS[metric].higher_is_better
-        losses = abs(losses) if better is None else losses if better else -losses
+        losses = losses if METRICS[metric].higher_is_better else -losses
         low, high = interval(values[1:])
         loss_low, loss_high = interval(losses[1:])
         if metric in EXACT and line != full_depth and losses.max() <= 0:
