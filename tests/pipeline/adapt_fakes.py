@@ -128,7 +128,7 @@ class Fakes:
 
     @staticmethod
     def line(nominal: float | None, loss: float, seconds: float, prompt: str = "full") -> dict[str, Any]:
-        names = ("fidelity", "agreement_exact", "exact_match", "rouge_l", "bleu")
+        names = ("fidelity", "agreement_exact", "exact_match", "rouge_l", "bleu", "token_kl")
         scores = dict.fromkeys(names, Score(100 - loss, loss, loss + 1))
         name = f"{nominal:g}x" + " prompt=first" * (prompt == "first") if nominal else "reference model"
         return asdict(Line(name, nominal, prompt, nominal, seconds, scores))
