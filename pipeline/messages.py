@@ -1,4 +1,4 @@
-"""Prepares text for messages: valid Unicode, on one line, without secrets."""
+"""Prepares text for messages: valid Unicode, on one line, without secrets and control characters."""
 
 from __future__ import annotations
 
@@ -55,6 +55,18 @@ def one_line(error: BaseException) -> str:
 def shortened(text: str, most: int) -> str:
     """Return the text if it has at most `most` characters, else its first `most` characters and an ellipsis."""
     return text if len(text) <= most else f"{text[:most]}…"
+
+
+# C0 except the line feed, DEL, C1; marks, overrides and isolates of the writing direction; separators of lines
+_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f]")
+
+
+def escaped(text: str) -> str:
+    """Replace characters that control a terminal or reorder a line with escapes such as ``\\x1b``. Keep line feeds.
+
+    JSON stays the same JSON: it holds such characters raw only from U+007F on, and their escapes are those of JSON.
+    """
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1] if found[0] < " " else f"\\u{ord(found[0]):04x}", text)
 
 
 def printable(name: object) -> str:
@@ -137,7 +149,7 @@ def write_log(error: BaseException) -> Path | None:
     path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{os.getpid()}.log"
     text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"
     try:
-        path.write_text(without_secrets(text), errors="backslashreplace")
+        path.write_text(escaped(without_secrets(text)), errors="backslashreplace")
     except OSError:
         return None
     return path

@@ -15,12 +15,13 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.command import command
+from pipeline.cli.command import command, echo
 from pipeline.cli.init import init
 from pipeline.cli.learn import adapt, evaluate, tune
 from pipeline.cli.report import report
 from pipeline.cli.run import plan, run, try_rows
 from pipeline.cli.serve import serve
+from pipeline.runtime.output import guard_output
 
 
 def demo(
@@ -30,13 +31,13 @@ def demo(
     """Answer prompts about restaurants with the included toy model, on Ray on this machine."""
     from pipeline.advise.demo_data import write_demo
 
-    typer.echo("the demo's model is a toy with 9 million parameters; it can answer only the demo's prompts")
+    echo("the demo's model is a toy with 9 million parameters; it can answer only the demo's prompts")
     with command(verbose=False):
         job = write_demo(folder, rows)
     run(job, show=5)
     with command(verbose=False):
         _print_speedup(job)
-    typer.echo("to answer your own rows, write a job file with `skipdecode init FILE`")
+    echo("to answer your own rows, write a job file with `skipdecode init FILE`")
 
 
 def _print_speedup(path: Path) -> None:
@@ -60,7 +61,7 @@ def _print_speedup(path: Path) -> None:
     slow = jobs.run(load_config(JobConfig, path, changes), limit=rows, backend=jobs.ray_backend(verbose=False)).totals
     if slow.generate_seconds >= LEAST_TIMED:
         each, full = (1000 * one.generate_seconds / one.rows for one in (fast, slow))
-        typer.echo(
+        echo(
             f"an actor needs {each:.2f} ms for a prompt, and {full:.2f} ms at full depth: {full / each:.2f}x as fast, "
             f"timed for {fast.generate_seconds:.0f} s and {slow.generate_seconds:.0f} s"
         )
@@ -73,7 +74,7 @@ def keys(
     with command(verbose=False):
         from pipeline.config.reference import described
 
-        typer.echo(described(section))
+        echo(described(section))
 
 
 app = typer.Typer(
@@ -87,7 +88,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"skipdecode {version('skipdecode')}")
+        echo(f"skipdecode {version('skipdecode')}")
         raise typer.Exit
 
 
@@ -111,5 +112,6 @@ def main() -> None:
     if locale.getpreferredencoding(False).lower() != "utf-8" and not is_set:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    guard_output()
     gc.set_threshold(100_000)  # new objects before a collection; with the default, 700, imports take a second longer
     app(prog_name="skipdecode")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ import typer
 from pythonjsonlogger.json import JsonFormatter
 
 from actors.engine.errors import UserError, flat
-from pipeline.messages import install_command, without_secrets, write_log
-from pipeline.runtime.announce import EVENT, announce, announce_to_log
+from pipeline.messages import escaped, install_command, without_secrets, write_log
+from pipeline.runtime.announce import EVENT, EscapingFormatter, announce, announce_to_log
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -54,6 +53,11 @@ class Advice:
         return config
 
 
+def echo(text: object) -> None:
+    """Print text to standard output, with escapes for control characters of rows, file names and checkpoints."""
+    print(escaped(str(text)))
+
+
 def stop(code: int, message: str) -> typer.Exit:
     """Print `message` as the command's last line. Return the exception that ends the command with status `code`."""
     line = f"skipdecode: {without_secrets(flat(message))}"
@@ -78,18 +82,9 @@ def command(verbose: bool = False, log_json: bool = False, **clauses: str) -> It
         signal = f" ({error})" if str(error) else ""
         raise stop(INTERRUPTED, f"interrupted{signal}; {advice.interrupted}") from None
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_stdout_broken():
-            raise  # as after `| head`: typer ends the command without a message
         if verbose:
             logging.exception("the command failed")
         raise _end(error, advice) from None
-
-
-def _is_stdout_broken() -> bool:
-    """Return whether standard output is a pipe whose reader has ended."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _end(error: Exception, advice: Advice) -> typer.Exit:
@@ -153,14 +148,11 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     """Configure logging, and set the environment variables that libraries read when they are imported."""
     level = logging.INFO if verbose else logging.WARNING
     announce_to_log(log_json)
-    if log_json:
-        handler = logging.StreamHandler()
-        handler.setFormatter(JsonLines())
-        logging.basicConfig(level=level, handlers=[handler], force=True)
-        logging.captureWarnings(True)
-    else:
-        lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
-        logging.basicConfig(level=level, format=lines, stream=sys.stderr)
+    lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if log_json else EscapingFormatter(lines))
+    logging.basicConfig(level=level, handlers=[handler], force=log_json)
+    logging.captureWarnings(True)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.resolve"):  # always show their INFO messages
         logging.getLogger(name).setLevel(logging.INFO)
     values = {  # libraries read these variables on import; most of them make the libraries print less
@@ -190,3 +182,6 @@ class JsonLines(JsonFormatter):
             timestamp="time",
             defaults={EVENT: "log"},
         )
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))

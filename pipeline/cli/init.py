@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.command import Verbose, command
+from pipeline.cli.command import Verbose, command, echo
 
 
 def init(
@@ -24,11 +24,11 @@ def init(
         from pipeline.messages import counted, listed
 
         sample, proposal = write_job_file(path, output, model)
-        typer.echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")
+        echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")
         for note in proposal.notes:
-            typer.echo(note)
+            echo(note)
         if PLACEHOLDER in output.read_text():
-            typer.echo(f"{output}: set model.path to a checkpoint")
+            echo(f"{output}: set model.path to a checkpoint")
         elif model is None:
-            typer.echo(f"model: {DEMO}, a toy that knows only restaurants; choose another with --model")
-        typer.echo(f"next: skipdecode try {shlex.quote(str(output))}")
+            echo(f"model: {DEMO}, a toy that knows only restaurants; choose another with --model")
+        echo(f"next: skipdecode try {shlex.quote(str(output))}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.command import FAILED, Changes, JobFile, Verbose, command, stop
+from pipeline.cli.command import FAILED, Changes, JobFile, Verbose, command, echo, stop
 from pipeline.runtime.announce import announce_checks
 
 
@@ -46,7 +46,7 @@ def adapt(
         adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
         print_adapted(console, adapted)
         if as_json:
-            typer.echo(json.dumps(to_dict(adapted)))
+            echo(json.dumps(to_dict(adapted)))
         if adapted.chosen is None:
             raise stop(FAILED, too_tight(adapted))
 
@@ -71,7 +71,7 @@ def tune(
         disable_progress_bar()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         folder = train(config)
-    typer.echo(f"checkpoint: {folder}")
+    echo(f"checkpoint: {folder}")
 
 
 def evaluate(
@@ -95,4 +95,4 @@ def evaluate(
 
         disable_progress_bar()
         print_tables(wide_console(), measure(config))
-        typer.echo(f"tables and answers: {config.output}")
+        echo(f"tables and answers: {config.output}")

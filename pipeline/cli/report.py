@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actors.engine.errors import UserError
-from pipeline.cli.command import FAILED, Changes, command, stop
+from pipeline.cli.command import FAILED, Changes, command, echo, stop
 
 if TYPE_CHECKING:
     from pipeline.config.job import StorageConfig
@@ -109,16 +109,16 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
                 to.write_bytes(page)
             except OSError as error:
                 raise UserError(f"--to {to}: cannot be written: {error.strerror}; choose another file") from None
-        typer.echo(to or f"{folder.url}/{REPORT}")
+        echo(to or f"{folder.url}/{REPORT}")
         return
     if check:
         bad = 0
         for line in verify(folder, manifest, storage):
-            typer.echo(line)
+            echo(line)
             bad += 1
         if bad:
             raise stop(FAILED, f"{url}: not as committed: {counted(bad, 'file')}")
-        typer.echo(f"{url}: every part is as it was committed")
+        echo(f"{url}: every part is as it was committed")
         return
     records = read_records(folder, manifest.fingerprint)
     if write:

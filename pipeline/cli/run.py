@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.command import ROW_ERRORS, Changes, JobFile, LogJson, Verbose, command, stop
+from pipeline.cli.command import ROW_ERRORS, Changes, JobFile, LogJson, Verbose, command, echo, stop
 
 if TYPE_CHECKING:
     from pipeline.commit.sink import Check
     from pipeline.config.job import JobConfig
 
+log = logging.getLogger(__name__)
 LOWER = "lower actors.cache_bytes or choose model.dtype: bfloat16"
 
 
@@ -60,6 +62,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         from pipeline import job as jobs
         from pipeline import nightly
         from pipeline.commit.finalize import summary
+        from pipeline.messages import one_line
         from pipeline.report.summary import last_errors, print_result
         from pipeline.run.ray_session import warn_of_short_stop
         from pipeline.runtime.wide_console import wide_console
@@ -77,10 +80,13 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
         done = [(open_folder(config.output.path, config.storage), result)]
     # with --log-json and --json, print no tables, because all output must be JSON
     console = wide_console(stderr=as_json, quiet=as_json and goes_to_log())
-    for folder, result in done:
-        print_result(console, folder, result, show, config.storage)
-    if answered is not None:
-        nightly.print_runs(console, answered)
+    try:
+        for folder, result in done:
+            print_result(console, folder, result, show, config.storage)
+        if answered is not None:
+            nightly.print_runs(console, answered)
+    except Exception as error:  # such as a store that fails: every row is accounted for, so the job has not failed
+        log.warning("the result cannot be printed: %s; see `skipdecode report %s`", one_line(error), config.output.path)
     values = [
         {
             **summary(folder, result.manifest, result.totals),
@@ -93,7 +99,7 @@ def _run(config: JobConfig, metrics_port: int | None, options: dict[str, Any], *
     if goes_to_log():
         announce("the job is finished", "summary", summary=outcome)
     if as_json:
-        typer.echo(json.dumps(outcome))
+        echo(json.dumps(outcome))
     errors_and_rows = [(result.totals.errors, result.totals.rows) for _, result in done]
     if answered is not None and answered.last is not None and not done:
         # if there are no new files, the row errors of the last run decide the exit status
@@ -123,7 +129,7 @@ def try_rows(
         from pipeline.answer.answer_checks import LEAST_TRIED, texts_of, warnings_of
         from pipeline.messages import counted, parsed_control_tokens
 
-        tried, same, tokens = answer_first_rows(config, rows, typer.echo), 0, 0
+        tried, same, tokens = answer_first_rows(config, rows, echo), 0, 0
         for row in tried:
             lines = [f"\n[{'no id' if row.id is None else row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
             at_full_depth = {answer.sample_index: answer for answer in row.full_depth}
@@ -148,15 +154,15 @@ def try_rows(
                         f"  full depth's {name}: {full.generated_text}",
                         f"    ({ended}, {equal / longer:.0%} of the tokens are the same)",
                     ]
-            typer.echo("\n".join(filter(None, lines)))
+            echo("\n".join(filter(None, lines)))
         if tokens:
-            typer.echo(f"\nthe same tokens as at full depth: {same:,} of {tokens:,} ({same / tokens:.1%})")
+            echo(f"\nthe same tokens as at full depth: {same:,} of {tokens:,} ({same / tokens:.1%})")
         if parsed := sum(row.control_tokens for row in tried):
-            typer.echo(parsed_control_tokens(parsed))
+            echo(parsed_control_tokens(parsed))
         answers = [answer for row in tried for answer in row.answers]
         cut_off = sum(answer.finish_reason == "length" for answer in answers)
         for line in warnings_of(texts_of(answers), LEAST_TRIED, cut_off):
-            typer.echo(f"warning: {line}")
+            echo(f"warning: {line}")
         if all(answer.error is not None for answer in answers):
             raise stop(ROW_ERRORS, f"none of {counted(len(tried), 'row')} has an answer")
 
@@ -188,9 +194,9 @@ def plan(
         try:
             found = estimate(config, limit=limit, process_began=began, seconds=seconds)
         except NothingLeft as nothing:
-            typer.echo(json.dumps({"output": config.output.path, "rows_left": 0}) if as_json else str(nothing))
+            echo(json.dumps({"output": config.output.path, "rows_left": 0}) if as_json else str(nothing))
             return
         if as_json:
-            typer.echo(json.dumps(found))
+            echo(json.dumps(found))
         else:
             print_estimate(wide_console(), found)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pipeline import metrics
 from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
-from pipeline.messages import counted, shortened
+from pipeline.messages import counted, escaped, shortened
 from pipeline.runtime.announce import announce, goes_to_log
 from pipeline.storage.concurrency import repeating
 
@@ -157,7 +157,7 @@ class Progress:
         """Redraw the line on a terminal; elsewhere, print it if it is due. Every `EXAMPLE_SECONDS`, print an answer."""
         line, fields = self.read()
         if live is not None:
-            live.update(Text(line))
+            live.update(Text(escaped(line)))
         elif self.phase != self.shown_phase or time.monotonic() - self.shown >= PLAIN_SECONDS:
             if self.phase == "rows" != self.shown_phase:
                 line += ": the first rows"
@@ -168,7 +168,7 @@ class Progress:
             return
         self.example_due, example = time.monotonic() + EXAMPLE_SECONDS, f"example: {self.example}"
         if live is not None:
-            live.console.print(Text(example))
+            live.console.print(Text(escaped(example)))
         else:
             announce(example, "example")
 

@@ -7,25 +7,36 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from pipeline.messages import escaped
 
 INTERVAL = 10.0  # minimum number of seconds between two progress lines of one stage
 QUIET_SECONDS = 2.0  # an `announced` phase is printed only if it takes longer than this
 EVENT = "event"  # name of the field in a log record that holds the kind of event
 
 
+class EscapingFormatter(logging.Formatter):
+    """Formats log records with `escaped`, because they quote rows, file names and checkpoints."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
 class _Lines(logging.Handler):
     """Prints log records to the current `sys.stderr`, which may be replaced at any time."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk or a closed pipe must not end the job
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 _log = logging.getLogger("pipeline.announced")
 _log.setLevel(logging.INFO)
 _log.propagate = False
 _LINES = _Lines()
+_LINES.setFormatter(EscapingFormatter())
 _log.addHandler(_LINES)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from actors.engine.cpu.kernels import library
 from pipeline import job as jobs
 from pipeline.config.job import StorageConfig
 from pipeline.run import ray_head
+from pipeline.runtime.announce import announce_to_log
 from pipeline.storage.folder import Folder, open_folder
 
 
@@ -32,6 +34,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("SKIPDECODE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A root logger as a new process has it; as before after the test."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    yield
+    announce_to_log(False)
+    logging.captureWarnings(False)
 
 
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from pipeline.report.progress import shown_progress
 from pipeline.runtime.announce import announce_to_log
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
-
-
-@pytest.fixture
-def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A root logger as a new process has it; as before after the test."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    yield
-    announce_to_log(False)
-    logging.captureWarnings(False)
 
 
 def events(lines: str) -> list[dict[str, Any]]:

@@ -1,14 +1,16 @@
-"""Progress lines: how often, and of which rows."""
+"""Progress lines: how often, of which rows, and without control characters."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from pipeline.runtime import announce
-from pipeline.runtime.announce import RowProgress, announce_checks, announced
+from pipeline.runtime.announce import EscapingFormatter, RowProgress, announce_checks, announced
 
 
 def test_rows_that_ran_are_counted_from_time_to_time(
@@ -46,3 +48,14 @@ def test_a_phase_is_named_once_it_takes_long(
         for timer in timers():
             timer.join()
     assert capsys.readouterr().err == "reading much ...\n"
+
+
+def test_lines_and_log_records_show_control_characters_as_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    announce.announce("clear\x1b[2J\rwarning")
+    assert capsys.readouterr().err == "clear\\x1b[2J\\rwarning\n"
+    try:
+        raise ValueError("\u202etxt")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "x", 1, "id %s\n", ("\x9b1",), sys.exc_info())
+    text = EscapingFormatter("%(message)s").format(record)
+    assert text.startswith("id \\u009b1\n") and text.endswith("ValueError: \\u202etxt")
