@@ -1,4 +1,4 @@
-"""`skipdecode …`, `python -m skipdecode …`, and `from skipdecode import Generator`.
+"""`skipdecode …`, `python -m skipdecode …`, and `from skipdecode import EngineSettings, Generator`.
 
 The folder in which a user works may hold a `pipeline` or an `actors.py` of its own, which Python would import first.
 The command always imports the packages beside this file, in its own process and in Ray's workers.
@@ -49,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from actors.generator import Generator
 
         return Generator
+    if name == "EngineSettings":
+        from actors.settings import EngineSettings
+
+        return EngineSettings
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

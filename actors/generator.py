@@ -1,6 +1,6 @@
 """Defines `Generator`, a callable class that answers the prompts in a batch of rows. It adds columns of answers.
 
-    ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "…"}, compute=ActorPoolStrategy(size=2), num_cpus=0)
+    ds.map_batches(Generator, fn_constructor_args=[EngineSettings("…")], compute=ActorPoolStrategy(size=2), num_cpus=0)
 
 This module does not import ray. A call splits its rows into batches of similar prompt lengths. A batch has as many rows
 as fit into `cache_bytes`. The split depends only on the rows and the settings.
@@ -16,23 +16,23 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt, answer_columns, answer_types, as_column, error_answer, object_column
-from actors.engine.build import build_engine, check_choice, current_device
+from actors.engine.build import build_engine, current_device
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
-from actors.engine.model.loading import inspect, load_tokenizer, with_adapter
-from actors.engine.model.weights import ITEM_BYTES
+from actors.engine.model.loading import Checkpoint, inspect, load_tokenizer, with_adapter
 from actors.engine.schedule.schedule import Schedule
-from actors.engine.types import SCHEDULERS, Completion, EngineStats, Request, SamplingParams
+from actors.engine.types import Completion, EngineStats, Request, SamplingParams
 from actors.requests import RequestBuilder
+from actors.settings import EngineSettings
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
@@ -58,105 +58,31 @@ class Generator:
 
     Several threads may call a generator. Calls run one after the other; vLLM runs them together.
 
-    Args:
-        checkpoint: Folder with config.json, safetensors and a tokenizer.
-        speed_adapter: Folder of a speed adapter for this checkpoint. Its stored schedule replaces the checkpoint's. The
-            adapter is merged into the weights while they load, unless the schedule runs every layer for every token.
-        schedule: A schedule, or keys of a job's `schedule` section, which override the schedule of the checkpoint.
-        unadapted: Accept a schedule that the checkpoint was not trained for; the answers may be ruined.
-        sampling: Fields of `SamplingParams`.
-        choices: Labels; every answer is one of them.
-        output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
-            that the length limit cuts off before its format is complete keeps its text and gets an error.
-        reasoning: {"start": …, "end": …}, the delimiters of thinking (default <think> and </think>). Thinking becomes
-            the answer's `reasoning`; choices or output_format apply only after it. None: the text includes thinking.
-        strip: Remove white space from both ends of an answer that is free text.
-        dtype: Data type of weights, activations and cache: float32, bfloat16 or float16.
-        weights: "int8" rounds linear layers and head to 8 bits (needs a CPU and bfloat16). None: no rounding.
-        device: auto, cpu, cuda or cuda:N; auto is cuda if torch sees a GPU.
-        threads: torch threads on a CPU. None: the process's setting, but at most one thread for each usable CPU.
-        cache_bytes: Bytes of KV cache for the rows in flight. 0 (only with vLLM): as many as vLLM's settings allow.
-        max_batch: Maximum number of rows in flight.
-        scheduler: lock_step (a batch runs until its last row ends) or refill (waiting rows take slots of ended rows).
-        vllm: vLLM's engine arguments, see `actors.vllm.engine`; vLLM then runs the model. None: vLLM is not used.
-        cumulative_logprob: Add a column with the sum of each answer's log-probabilities in nats, which takes time.
-        row_logprobs: Whether a row may ask for log-probabilities if `sampling` does not. Only `answer` returns them.
-        seed: Random seed. A row's random numbers depend only on this seed and the row's prompt.
-        share_prefixes: Compute a prefix only once if several prompts of a call share it.
-        prompt_column: Column of a batch that holds the prompts.
-
     Raises:
-        UserError: The arguments, the checkpoint or the device cannot be used. The message is one line.
+        UserError: The settings, the checkpoint or the device cannot be used. The message is one line.
     """
 
-    def __init__(
-        self,
-        checkpoint: str,
-        *,
-        speed_adapter: str | None = None,
-        schedule: Schedule | Mapping[str, Any] | None = None,
-        unadapted: bool = False,
-        sampling: Mapping[str, Any] | None = None,
-        choices: Sequence[str] | None = None,
-        output_format: Mapping[str, Any] | None = None,
-        reasoning: Mapping[str, str] | None = None,
-        strip: bool = True,
-        dtype: str = "bfloat16",
-        weights: Literal["int8"] | None = None,
-        device: str = "auto",
-        threads: int | None = None,
-        cache_bytes: int = 2**30,
-        max_batch: int = 64,
-        scheduler: str = "lock_step",
-        vllm: Mapping[str, Any] | None = None,
-        cumulative_logprob: bool = False,
-        row_logprobs: bool = False,
-        seed: int = 0,
-        share_prefixes: bool = True,
-        prompt_column: str = "prompt",
-    ) -> None:
-        check_choice("scheduler", scheduler, SCHEDULERS)
-        check_choice("dtype", dtype, ITEM_BYTES)
-        if weights is not None:
-            check_choice("weights", weights, ("int8",))
-            if dtype != "bfloat16":
-                raise UserError("weights = 'int8' needs dtype = 'bfloat16'")
-        self.sampling = SamplingParams().merged(dict(sampling or {}))
-        self.prompt_column, self.cumulative_logprob = prompt_column, cumulative_logprob
-        self.scheduler, self.share_prefixes = scheduler, share_prefixes
-        self.cache_bytes, self.max_batch = cache_bytes, max_batch
-        set_threads(threads)
-        inspected = inspect(checkpoint, by_vllm=vllm is not None)
-        if speed_adapter is not None:
-            inspected = with_adapter(inspected, speed_adapter)
-        if isinstance(schedule, Schedule):
-            self.schedule = schedule
-        else:
-            changes = dict(schedule or {})
-            self.schedule = (
-                inspected.schedule(changes)
-                if unadapted
-                else inspected.adapted_schedule(changes, str(checkpoint), "pass unadapted=True")
-            )
-        self.tokenizer = load_tokenizer(checkpoint)
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings, self.sampling = settings, SamplingParams().merged(dict(settings.sampling or {}))
+        set_threads(settings.threads)
+        inspected = inspect(settings.checkpoint, by_vllm=settings.vllm is not None)
+        if settings.speed_adapter is not None:
+            inspected = with_adapter(inspected, settings.speed_adapter)
+        self.schedule = _schedule(inspected, settings)
+        self.tokenizer = load_tokenizer(settings.checkpoint)
         how: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "cache_bytes": cache_bytes,
-            "cumulative_logprob": cumulative_logprob,
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "cache_bytes": settings.cache_bytes,
+            "cumulative_logprob": settings.cumulative_logprob,
         }
-        self._on_vllm = vllm is not None
-        if vllm is None:
-            self.engine = build_engine(inspected, self.schedule, self.tokenizer, int8=weights is not None, **how)
+        if settings.vllm is None:
+            how["int8"] = settings.weights is not None
+            self.engine = build_engine(inspected, self.schedule, self.tokenizer, **how)
         else:
             from actors.vllm.engine import VllmEngine
 
-            if reasoning is not None and (choices is not None or output_format is not None):
-                raise UserError(
-                    "engine vllm cannot combine choices or output_format with reasoning: leave out reasoning, or use "
-                    "another engine"
-                )
-            how |= {"max_rows": max_batch, "share_prefixes": share_prefixes, "options": vllm}
+            how |= {"share_prefixes": settings.share_prefixes, "options": settings.vllm, "max_rows": settings.max_batch}
             self.engine = cast("Engine", VllmEngine(inspected, self.schedule, self.tokenizer, **how))
         self.calls = self._loop()
         self._building, self._running = threading.RLock(), threading.Lock()
@@ -164,14 +90,14 @@ class Generator:
         self.builder = RequestBuilder(
             self.tokenizer,
             self.sampling,
-            choices,
-            None if output_format is None else OutputFormat.of(output_format),
-            seed=seed,
-            strip=strip,
+            settings.choices,
+            None if settings.output_format is None else OutputFormat.of(settings.output_format),
+            seed=settings.seed,
+            strip=settings.strip,
             vocab_size=inspected.config.vocab_size,
             stop_ids=self.engine.stop_ids,
-            reasoning=None if reasoning is None else Reasoning(**reasoning),
-            row_logprobs=row_logprobs,
+            reasoning=None if settings.reasoning is None else Reasoning(**settings.reasoning),
+            row_logprobs=settings.row_logprobs,
         )
         self._rows_came = threading.Event()
         names = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(None))
@@ -203,21 +129,21 @@ class Generator:
         """
         other = copy.copy(self)
         other.schedule, other.engine = schedule, self.engine.at(schedule)
-        other.max_batch = self.max_batch if max_batch is None else max_batch
+        other.settings = replace(self.settings, max_batch=max_batch or self.settings.max_batch)
         other.calls = other._loop()
         return other
 
     def _loop(self) -> Loop:
-        if self._on_vllm:  # vLLM has its own scheduler
+        if self.settings.vllm is not None:  # vLLM has its own scheduler
             return cast("Loop", self.engine)
         from actors.engine.loop import Loop
 
         return Loop(
             self.engine,
-            budget_bytes=self.cache_bytes,
-            max_rows=self.max_batch,
-            share_prefixes=self.share_prefixes,
-            scheduler=self.scheduler,
+            budget_bytes=self.settings.cache_bytes,
+            max_rows=self.settings.max_batch,
+            share_prefixes=self.settings.share_prefixes,
+            scheduler=self.settings.scheduler,
         )
 
     def __call__(self, batch: Any) -> Any:
@@ -237,10 +163,10 @@ class Generator:
         else:
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_pandas(batch, preserve_index=False)
             kept = dict(zip(table.column_names, table.columns, strict=True))
-        if (name := self.prompt_column) not in kept:
+        if (name := self.settings.prompt_column) not in kept:
             raise UserError(f"prompt_column: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
         optional = {
-            "cumulative_logprob": self.cumulative_logprob,
+            "cumulative_logprob": self.settings.cumulative_logprob,
             "choice_probability": self.builder.choices is not None,
             "reasoning": self.builder.reasoning is not None,
             "logprobs": self.sampling.logprobs is not None,
@@ -359,9 +285,9 @@ class Generator:
         requests = self.builder.requests(prompt)
         limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
         needed = self.engine.row_bytes(len(prompt.ids), limit)
-        if needed > self.cache_bytes:
+        if needed > (budget := self.settings.cache_bytes):
             raise UserError(
-                f"the row needs {needed} bytes of KV cache, but the budget is {self.cache_bytes}: shorten the prompt, "
+                f"the row needs {needed} bytes of KV cache, but the budget is {budget}: shorten the prompt, "
                 "lower max_new_tokens, or raise the budget (actors.cache_bytes)"
             )
         return requests
@@ -388,3 +314,13 @@ class Generator:
             name = torch.cuda.get_device_name(self.device)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"{name} [{visible}]" if visible else name
+
+
+def _schedule(checkpoint: Checkpoint, settings: EngineSettings) -> Schedule:
+    """Return the schedule of `settings`. Raise UserError if it does not fit the checkpoint, or was not trained."""
+    if isinstance(settings.schedule, Schedule):
+        return settings.schedule
+    changes = dict(settings.schedule or {})
+    if settings.unadapted:
+        return checkpoint.schedule(changes)
+    return checkpoint.adapted_schedule(changes, str(settings.checkpoint), "pass unadapted=True")

@@ -29,6 +29,7 @@ from actors.engine.schedule.schedule import Schedule
 from actors.generator import Generator
 from actors.openai_answers import error_body, response
 from actors.openai_requests import ENDPOINTS
+from actors.settings import EngineSettings
 from pipeline.advise.estimate import name_of
 from pipeline.answer.settings import fetched
 from pipeline.answer.stage import prompts
@@ -38,7 +39,7 @@ from pipeline.config.serve import ServeConfig
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import plan_batching
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.job import arguments_of
+from pipeline.plan.job import engine_settings
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.prepare.prompt_spec import PromptSpec, check_generation, check_spec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
@@ -63,7 +64,7 @@ class PlannedServer:
     job: JobConfig  # settings of a job whose rows are the requests
     spec: PromptSpec
     schedule: Schedule
-    generator: dict[str, Any]  # arguments of `Generator`; checkpoint and adapter are sources for `fetch`
+    settings: EngineSettings  # checkpoint and adapter are sources for `fetch`
 
 
 def plan_server(config: ServeConfig, hardware: Hardware) -> PlannedServer:
@@ -78,7 +79,7 @@ def plan_server(config: ServeConfig, hardware: Hardware) -> PlannedServer:
     log_memory_estimate(job, checkpoint, batching, hardware)
     job = job.model_copy(update={"actors": job.actors.model_copy(update={"threads": batching.threads})})
     name = config.name or job.model.path.partition("@")[0].rstrip("/").rpartition("/")[2]
-    return PlannedServer(name, job, spec, schedule, arguments_of(job, checkpoint, schedule, batching))
+    return PlannedServer(name, job, spec, schedule, engine_settings(job, checkpoint, schedule, batching))
 
 
 class Server:
@@ -88,9 +89,9 @@ class Server:
         self.planned, self.created, self.numbers = planned, int(time.time()), count()
         self.fingerprint = f"fp_{uuid.uuid4().hex[:10]}"
         self.thread = ThreadPoolExecutor(1, "generator")
-        self.generator = self.thread.submit(lambda: Generator(**fetched(planned.generator))).result()
+        self.generator = self.thread.submit(lambda: Generator(fetched(planned.settings))).result()
         batch: Any = serve.batch  # its types allow only functions that a decorator sees
-        self.batched = batch(self._batch, max_batch_size=self.generator.max_batch, batch_wait_timeout_s=WAIT_SECONDS)
+        self.batched = batch(self._batch, max_batch_size=planned.settings.max_batch, batch_wait_timeout_s=WAIT_SECONDS)
 
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""

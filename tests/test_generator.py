@@ -28,6 +28,7 @@ from tiny_checkpoint import CONTEXT, LAYERS
 from actors.answers import ANSWER_TYPES, Prompt
 from actors.engine.errors import UserError
 from actors.generator import Generator
+from actors.settings import EngineSettings
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
 NEW_TOKENS = 12
@@ -45,7 +46,7 @@ def sampled(checkpoint: Path) -> Generator:
 
 def make(checkpoint: Path, **changes: Any) -> Generator:
     how: dict[str, Any] = {"dtype": "float32", "device": "cpu", "sampling": {"max_new_tokens": NEW_TOKENS}}
-    return Generator(str(checkpoint), **how | changes)
+    return Generator(EngineSettings(str(checkpoint), **how | changes))
 
 
 def column(values: list[Any]) -> np.ndarray:
@@ -96,7 +97,7 @@ def test_another_schedule_leaves_the_generator_unchanged(checkpoint: Path) -> No
     other = generator.at(faster.schedule, max_batch=2)
     assert answers(other, PROMPTS) == answers(faster, PROMPTS) != before
     assert other.engine.decoder is generator.engine.decoder
-    assert (other.max_batch, generator.max_batch) == (2, 64)
+    assert (other.settings.max_batch, generator.settings.max_batch) == (2, 64)
     assert answers(generator, PROMPTS) == before
 
 
@@ -401,7 +402,7 @@ before = settings()
 from actors.generator import Generator
 found = [name for name in ("ray", "pipeline") if name in sys.modules]
 assert not found, f"actors.generator imports {{found}}"
-Generator({str(checkpoint)!r}, device="cpu")
+Generator(EngineSettings({str(checkpoint)!r}, device="cpu"))
 assert before == settings()
 assert before[:2] == (True, False)
 """

@@ -26,6 +26,7 @@ from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
+from actors.settings import EngineSettings
 from pipeline import job as jobs
 from pipeline import nightly
 from pipeline.answer.answer_checks import texts_of, warnings_of
@@ -40,7 +41,7 @@ from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.messages import counted
-from pipeline.plan.job import PlannedJob, announce_no_gain, generator_arguments, plan
+from pipeline.plan.job import PlannedJob, announce_no_gain, plan
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
@@ -266,35 +267,35 @@ def _sample(
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
     spread = [good[place * len(good) // count] for place in range(count)]
-    generator = {**generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
-    models = len(by_model(generator, speeds))
+    settings = replace(job.settings, speed_adapter=job.checkpoint.pinned_adapter())
+    models = len(by_model(settings, speeds))
     announce(
         f"answering up to {counted(count, 'row')} at {', '.join(speeds)} on {counted(workers, 'actor')}, "
         f"for at most about {seconds:g} s"
         + (f", and the time to load {models} models one after the other" if models > 1 else "")
     )
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))
-    common = (generator, speeds, name_of(job.schedule), size, seconds)
+    common = (settings, speeds, name_of(job.schedule), size, seconds)
     return backend.call_as_actors(actors, time_speeds, [(spread[first::workers], *common) for first in range(workers)])
 
 
-def by_model(generator: Mapping[str, Any], speeds: Mapping[str, Schedule]) -> list[dict[str, Schedule]]:
-    """Return the speeds in groups, one for each model that is loaded. generator: arguments of `Generator`.
+def by_model(settings: EngineSettings, speeds: Mapping[str, Schedule]) -> list[dict[str, Schedule]]:
+    """Return the speeds in groups, one for each model that is loaded.
 
     1x needs a model without the merged speed adapter. A vLLM engine in which every token runs the same layers holds no
     others (see `actors.vllm.engine`).
     """
     groups: dict[Any, dict[str, Schedule]] = {}
     for name, schedule in speeds.items():
-        one_depth = generator.get("vllm") is not None and schedule.is_uniform
-        without = generator["speed_adapter"] is not None and schedule.is_full_depth
+        one_depth = settings.vllm is not None and schedule.is_uniform
+        without = settings.speed_adapter is not None and schedule.is_full_depth
         groups.setdefault(schedule.prompt_layers if one_depth else without, {})[name] = schedule
     return list(groups.values())
 
 
 def time_speeds(
     given: Sequence[Prompt],
-    generator: Mapping[str, Any],
+    settings: EngineSettings,
     speeds: Mapping[str, Schedule],
     chosen: str,
     size: int,
@@ -304,7 +305,7 @@ def time_speeds(
 
     Args:
         given: Prompts of the rows. If time runs out, some of them are not answered.
-        generator: Arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`.
+        settings: Settings of the engine, in which checkpoint and speed adapter are sources for `fetch`.
         chosen: The job's own speed. This speed and 1x are always timed, other speeds only if time is left.
         size: Maximum number of rows in a call.
         seconds: Time limit for all speeds, without the time to load models. The first calls may exceed it.
@@ -314,15 +315,15 @@ def time_speeds(
     """
     from actors.generator import Generator
 
-    settings, needed = fetched(generator), (chosen, "1x")
+    settings, needed = fetched(settings), (chosen, "1x")
     groups = by_model(settings, speeds)
     calls: dict[str, list[TimedCall]] = {name: [] for name in speeds}
     load_seconds = list[float]()
     loaded = began = 0.0
     for number, group in enumerate(groups, 1):
         before, first = time.monotonic(), next(iter(group.values()))
-        adapter = None if first.is_full_depth else settings["speed_adapter"]
-        one = Generator(**{**settings, "speed_adapter": adapter, "schedule": first})
+        adapter = None if first.is_full_depth else settings.speed_adapter
+        one = Generator(replace(settings, speed_adapter=adapter, schedule=first))
         load_seconds.append(time.monotonic() - before)
         loaded, began = loaded or time.time(), began + load_seconds[-1] if began else time.monotonic()
         ordered = sorted(group, key=lambda name: name not in needed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipeline.config.job import JobConfig
 from pipeline.input.rows import read_shards
 from pipeline.plan.columns import check_columns
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.job import announce_no_gain, can_gain, generator_arguments, plan
+from pipeline.plan.job import announce_no_gain, can_gain, plan
 from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
@@ -66,8 +66,8 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     with announced("loading the model"):
         from actors.generator import Generator
 
-        settings = fetched(generator_arguments(job))
-        generator = Generator(**settings)
+        settings = fetched(job.settings)
+        generator = Generator(settings)
     if continued and not section.continue_final:
         note = "a chat ends with an assistant's message, but the model starts a new message"
         say(f"{note}; to continue the last one, set input.continue_final: true")
@@ -78,13 +78,13 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     if not job.schedule.is_full_depth and can_gain(job):
         schedule = job.checkpoint.checkpoint.schedule({"speedup": 1.0})
         with announced("answering at full depth"):
-            if settings["speed_adapter"] is None or settings["vllm"] is not None:
+            if settings.speed_adapter is None or settings.vllm is not None:
                 generator = generator.at(schedule)
             else:  # the adapter is merged into the weights; free them first, because two models may not fit into memory
                 generator.engine.close()
                 del generator
                 gc.collect()
-                generator = Generator(**{**settings, "speed_adapter": None, "schedule": schedule})
+                generator = Generator(replace(settings, speed_adapter=None, schedule=schedule))
             full_depth = generator.answer(given)
     tokenizer = tokenizer_of(spec.checkpoint)
     return [

@@ -1,35 +1,18 @@
-"""Makes the arguments of `Generator` from sections of a job, serving or evaluation file."""
+"""Fetches the checkpoint and the speed adapter that `EngineSettings` name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from actors.engine.constraints.output_format import OutputFormat
+from actors.settings import EngineSettings
 from pipeline.checkpoints.resolve import fetch
-from pipeline.config.job import ModelConfig, SamplingConfig
 
 
-def generator_settings(
-    model: ModelConfig,
-    sampling: SamplingConfig,
-    choices: Sequence[str] | None,
-    output_format: OutputFormat | None = None,
-) -> dict[str, Any]:
-    """Return those arguments of `Generator` that `model`, `sampling`, `choices` and `output_format` determine."""
-    return {
-        "sampling": sampling.model_dump(exclude={"seed"}),
-        "seed": sampling.seed,
-        "choices": choices,
-        "output_format": None if output_format is None else output_format.to_dict(),
-        "dtype": model.dtype,
-        "weights": model.weights,
-        "device": model.device,
-        "vllm": (model.vllm or {}) if model.engine == "vllm" else None,
-    }
-
-
-def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Fetch checkpoint and speed adapter. Return the arguments with local folders in place of these sources."""
-    sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator.get(name) is not None}
-    return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}
+def fetched(settings: EngineSettings, report: Callable[[str], None] | None = None) -> EngineSettings:
+    """Fetch checkpoint and speed adapter. Return the settings with local folders in place of these sources."""
+    checkpoint, adapter = (
+        None if source is None else str(fetch(source, report=report))
+        for source in (settings.checkpoint, settings.speed_adapter)
+    )
+    return replace(settings, checkpoint=checkpoint, speed_adapter=adapter)

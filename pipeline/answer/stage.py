@@ -24,6 +24,7 @@ from actors.answers import Answer, Prompt
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import EngineStats
 from actors.generator import Generator
+from actors.settings import EngineSettings
 from pipeline import metrics
 from pipeline.answer.coordinator import Coordinator
 from pipeline.answer.output import PartSpec, part_bytes, part_table
@@ -99,7 +100,7 @@ class ShardGenerator:
     that shard runs alone.
 
     Args:
-        generator: arguments of `Generator`; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.
+        settings: settings of the engine; `checkpoint` and `speed_adapter` are sources that `fetch` downloads.
         check_output: called before the model is loaded. Raises UserError if this node cannot see the job's output.
         devices: GPUs of this actor, or 1 on CPUs. price_per_hour: money per hour of one device; 0 without a price.
 
@@ -108,7 +109,7 @@ class ShardGenerator:
 
     def __init__(
         self,
-        generator: Mapping[str, Any],
+        settings: EngineSettings,
         part: PartSpec,
         commit: Callable[[Shard, bytes, ShardStats], None],
         quarantine: Quarantine,
@@ -133,8 +134,8 @@ class ShardGenerator:
         # One thread loads and runs the model, although Ray constructs and calls an actor in different threads: OpenMP
         # has a pool for each thread. With two torch threads, a model was half as fast outside its first thread.
         self.thread = ThreadPoolExecutor(1, "generator")
-        settings = fetched(generator, partial(coordinator.downloading, actor))
-        self.generator = self.thread.submit(Generator, **settings).result()
+        settings = fetched(settings, partial(coordinator.downloading, actor))
+        self.generator = self.thread.submit(Generator, settings).result()
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,18 +1,17 @@
-"""Plans a job: checks job file, checkpoint, schedule and input, and builds the arguments of the stages."""
+"""Plans a job: checks job file, checkpoint, schedule and input, and makes the settings of the engine."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import Schedule
+from actors.settings import EngineSettings
 from pipeline.answer.output import PartSpec
-from pipeline.answer.settings import generator_settings
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.input.files import Files
@@ -36,6 +35,7 @@ class PlannedJob:
     checkpoint: ResolvedCheckpoint
     schedule: Schedule
     manifest: Manifest
+    settings: EngineSettings
     began: float = 0.0  # start of the run, s since 1970
 
 
@@ -67,7 +67,6 @@ def plan(
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=unadapted)
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
-    marks_of_thinking(config, checkpoint)  # raises UserError for wrong delimiters, before a model is loaded
     manifest = manifests.plan_job(
         config, checkpoint, schedule, limit, stored, files, root=root, hardware=hardware, preview=preview
     )
@@ -76,7 +75,8 @@ def plan(
     if config.input.is_batch and stored is None and not preview:
         with announced("looking for a custom_id that occurs twice"):
             _check_custom_ids(config, manifest)
-    return PlannedJob(config, checkpoint, schedule, manifest, began)
+    settings = engine_settings(config, checkpoint, schedule, manifest.batching)
+    return PlannedJob(config, checkpoint, schedule, manifest, settings, began)
 
 
 def _check_custom_ids(config: JobConfig, manifest: Manifest) -> None:
@@ -121,30 +121,36 @@ def announce_no_gain(job: PlannedJob) -> None:
         )
 
 
-def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Return the arguments of `Generator`, in which checkpoint and speed adapter are sources for `fetch`."""
-    return arguments_of(job.config, job.checkpoint, job.schedule, job.manifest.batching)
-
-
-def arguments_of(
+def engine_settings(
     config: JobConfig, checkpoint: ResolvedCheckpoint, schedule: Schedule, batching: Batching
-) -> dict[str, Any]:
-    """Return what `generator_arguments` returns, for a job without a manifest, such as a server."""
-    return {
-        **generator_settings(config.model, config.sampling, config.choices, config.output_format),
-        "checkpoint": checkpoint.pinned(),
-        "speed_adapter": None if schedule.is_full_depth else checkpoint.pinned_adapter(),
-        "schedule": schedule,
-        "strip": config.output.strip,
-        "reasoning": marks_of_thinking(config, checkpoint),
-        "row_logprobs": config.input.is_batch,
-        "share_prefixes": config.shared_prefix,
-        "cumulative_logprob": config.output.cumulative_logprob,
-        "threads": batching.threads,
-        "cache_bytes": batching.cache_bytes,
-        "max_batch": batching.max_batch,
-        "scheduler": batching.scheduler,
-    }
+) -> EngineSettings:
+    """Return the settings of the job's engine, in which checkpoint and speed adapter are sources for `fetch`.
+
+    Raises UserError if `reasoning` names wrong delimiters.
+    """
+    model = config.model
+    return EngineSettings(
+        checkpoint.pinned(),
+        speed_adapter=None if schedule.is_full_depth else checkpoint.pinned_adapter(),
+        schedule=schedule,
+        sampling=config.sampling.model_dump(exclude={"seed"}),
+        seed=config.sampling.seed,
+        choices=config.choices,
+        output_format=None if config.output_format is None else config.output_format.to_dict(),
+        reasoning=marks_of_thinking(config, checkpoint),
+        strip=config.output.strip,
+        dtype=model.dtype,
+        weights=model.weights,
+        device=model.device,
+        vllm=(model.vllm or {}) if model.engine == "vllm" else None,
+        row_logprobs=config.input.is_batch,
+        cumulative_logprob=config.output.cumulative_logprob,
+        share_prefixes=config.shared_prefix,
+        threads=batching.threads,
+        cache_bytes=batching.cache_bytes,
+        max_batch=batching.max_batch,
+        scheduler=batching.scheduler,
+    )
 
 
 def part_spec(job: PlannedJob) -> PartSpec:

@@ -23,7 +23,7 @@ from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import Batching
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.job import PlannedJob, generator_arguments, part_spec
+from pipeline.plan.job import PlannedJob, part_spec
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.stage import prepare
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
@@ -85,7 +85,7 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
     preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGE_NAMES)
     spec = prompt_spec(config, job.checkpoint, manifest.batching.planned)
     generate = {
-        "generator": generator_arguments(job),
+        "settings": job.settings,
         "part": part_spec(job),
         "commit": partial(commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator),
         "check_output": partial(check_output, folder, manifest.fingerprint),

@@ -16,6 +16,7 @@ from typing import Any
 from actors.answers import Answer, Prompt, error_answer
 from actors.engine.types import EngineStats
 from actors.generator import Generator
+from actors.settings import EngineSettings
 
 TOKENS = [5, 6, 7, 8]
 TEXT = "a cheap pub near the river"
@@ -43,7 +44,7 @@ class FakeGenerator(Generator):
     seconds_a_row = 0.0
     line: StartingLine | None = None
 
-    def __init__(self, checkpoint: str, **settings: Any) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self.tokenizer = SimpleNamespace(decode=str)
         if self.line:
             self.line.wait()

@@ -36,6 +36,7 @@ from actors.answers import Prompt
 from actors.engine.model.loading import inspect, read_config, with_adapter
 from actors.engine.scheduler import common_length
 from actors.generator import Generator
+from actors.settings import EngineSettings
 
 NEW_TOKENS = 96  # at most, as configs/real/text.yaml has them
 LLAMA_CPP = ("peer_llama_cpp.py", contestants.INSTALLED / "llama-cpp/bin/python")
@@ -65,7 +66,11 @@ class Ours:
 
     def _load(self, weights: str | None, **more: Any) -> Generator:
         chosen = {"schedule": {"speedup": 1.0}, **more}
-        return Generator(str(MODEL), weights=weights, sampling={"max_new_tokens": NEW_TOKENS}, **chosen, **self.options)
+        return Generator(
+            EngineSettings(
+                str(MODEL), weights=weights, sampling={"max_new_tokens": NEW_TOKENS}, **chosen, **self.options
+            )
+        )
 
     def workload(self, prompts: list[list[int]]) -> Workload:
         """Lengths are those of the model's own answers, their end included."""

@@ -16,6 +16,7 @@ from actors.engine.errors import UserError
 from actors.engine.model.end_tokens import end_tokens, settings_not_followed
 from actors.engine.model.loading import load_tokenizer
 from actors.generator import Generator
+from actors.settings import EngineSettings
 
 
 def copy_of(checkpoint: Path, folder: Path, **files: dict[str, Any]) -> Path:
@@ -40,7 +41,7 @@ def test_a_generation_config_without_the_chats_end_token_does_not_hide_it(checkp
     assert found == {
         0: ["generation_config.json"], 5: ["config.json"], 2: ["the tokenizer"], 3: ["the chat template"]
     }  # fmt: skip
-    assert Generator(str(folder), dtype="float32").engine.stop_ids == set(found)
+    assert Generator(EngineSettings(str(folder), dtype="float32")).engine.stop_ids == set(found)
 
 
 def test_a_checkpoint_that_names_one_token_everywhere_has_that_one(checkpoint: Path) -> None:
@@ -128,7 +129,7 @@ def test_answers_are_those_of_the_vocabulary_without_padding(
     checkpoints: tuple[Path, Path], dtype: str, how: dict[str, Any]
 ) -> None:
     batch = {"prompt": [f"a {row}" for row in range(12)]}
-    plain, padded = (Generator(str(folder), dtype=dtype, device="cpu", **how) for folder in checkpoints)
+    plain, padded = (Generator(EngineSettings(str(folder), dtype=dtype, device="cpu", **how)) for folder in checkpoints)
     assert padded.engine.decoder.vocab_size == plain.engine.decoder.vocab_size == len(load_tokenizer(checkpoints[1]))
     expected, got = plain(batch), padded(batch)
     assert list(got["generated_text"]) == list(expected["generated_text"])
@@ -139,7 +140,7 @@ def test_answers_are_those_of_the_vocabulary_without_padding(
 
 def test_a_prompt_may_hold_tokens_of_the_padding(checkpoints: tuple[Path, Path]) -> None:
     sampling = {"repetition_penalty": 1.2, "max_new_tokens": 3}
-    padded = Generator(str(checkpoints[1]), dtype="float32", device="cpu", sampling=sampling)
+    padded = Generator(EngineSettings(str(checkpoints[1]), dtype="float32", device="cpu", sampling=sampling))
     alone = padded({"prompt": [[5, 6]]})["generated_text"]
     got = padded({"prompt": [[5, 6], [5, padded.engine.decoder.vocab_size, 6]]})
     assert list(got["error"]) == [None, None] and got["generated_text"][0] == alone[0]

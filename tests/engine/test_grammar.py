@@ -23,6 +23,7 @@ from actors.engine.sampling.state import RowSampling
 from actors.engine.types import Request, SamplingParams
 from actors.generator import Generator
 from actors.requests import RequestBuilder
+from actors.settings import EngineSettings
 
 REGEXES = [r"[a-z]{3,9}( [a-z]+){0,2}\.?", r"(yes|no|perhaps), [0-9]{1,3}%", r" ?The [A-Z][a-z]*", r"x{0,2}"]
 SCHEMA = {
@@ -56,7 +57,9 @@ END, VOCAB = 2, 300
 
 
 def make(checkpoint: Path, **changes: Any) -> Generator:
-    return Generator(str(checkpoint), **{"dtype": "float32", "device": "cpu", "max_batch": 3, **changes})
+    return Generator(
+        EngineSettings(str(checkpoint), **{"dtype": "float32", "device": "cpu", "max_batch": 3, **changes})
+    )
 
 
 def prompts(generator: Generator, **changes: Any) -> list[Prompt]:

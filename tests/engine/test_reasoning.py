@@ -16,13 +16,14 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.engine.types import Completion, FinishReason
 from actors.generator import Generator
+from actors.settings import EngineSettings
 
 END, VOCAB = 2, 300
 
 
 def make(checkpoint: Path, **changes: Any) -> Generator:
     sampling = {"max_new_tokens": 40, "temperature": 1.5}
-    return Generator(str(checkpoint), dtype="float32", device="cpu", sampling=sampling, **changes)
+    return Generator(EngineSettings(str(checkpoint), dtype="float32", device="cpu", sampling=sampling, **changes))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,9 @@ def test_stop_strings_end_the_answer_and_not_the_thinking(checkpoint: Path) -> N
     """A stop string inside thinking ended the row with an empty answer."""
     thinking, stops = {"start": "[", "end": "e"}, {"max_new_tokens": 40, "temperature": 1.5, "stop": ["a", "o"]}
     plain = make(checkpoint, reasoning=thinking)
-    stopped = Generator(str(checkpoint), dtype="float32", device="cpu", sampling=stops, reasoning=thinking)
+    stopped = Generator(
+        EngineSettings(str(checkpoint), dtype="float32", device="cpu", sampling=stops, reasoning=thinking)
+    )
     batch = {"prompt": [f"a [{row}" for row in range(16)]}  # the prompt begins the thinking
     expected, got = plain(batch), stopped(batch)
     assert list(got["reasoning"]) == list(expected["reasoning"])

@@ -19,6 +19,7 @@ from actors.engine.model.loading import inspect, with_adapter
 from actors.engine.model.speed_adapter import WEIGHTS, SpeedAdapter, merge, save_record
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
+from actors.settings import EngineSettings
 
 SPEC = ScheduleSpec(speedup=2, horizon=4, warmup=2)
 PROMPTS = ["name[Zizzi]", "food[French], area[city centre]", "The Eagle"]
@@ -61,7 +62,9 @@ def test_the_sum_is_computed_in_fp32(tmp_path: Path) -> None:
 
 
 def answers(checkpoint: Path, **settings: object) -> dict[str, list[object]]:
-    generator = Generator(str(checkpoint), dtype="float32", device="cpu", sampling={"max_new_tokens": 8}, **settings)  # type: ignore[arg-type]
+    generator = Generator(
+        EngineSettings(str(checkpoint), dtype="float32", device="cpu", sampling={"max_new_tokens": 8}, **settings)
+    )  # type: ignore[arg-type]
     return {name: column.tolist() for name, column in generator({"prompt": np.array(PROMPTS)}).items()}
 
 
@@ -165,8 +168,8 @@ def test_another_base_is_refused_when_the_adapter_would_be_merged(base: Path, ma
     weights["model.norm.weight"] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"for a base with weights \w{16}, but .*other has \w{16}: give the adapter's"):
-        Generator(str(other), dtype="float32", speed_adapter=str(made))
-    Generator(str(other), dtype="float32", speed_adapter=str(made), schedule={"speedup": 1.0})
+        Generator(EngineSettings(str(other), dtype="float32", speed_adapter=str(made)))
+    Generator(EngineSettings(str(other), dtype="float32", speed_adapter=str(made), schedule={"speedup": 1.0}))
 
 
 def test_an_adapter_is_no_checkpoint(made: Path) -> None:

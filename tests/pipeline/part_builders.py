@@ -11,6 +11,7 @@ import pyarrow as pa
 from memory_folder import MemoryFolder
 
 from actors.answers import Answer
+from actors.settings import EngineSettings
 from pipeline.answer.coordinator import Coordinator
 from pipeline.answer.output import PartSpec, part_bytes, part_table
 from pipeline.answer.stage import ShardGenerator
@@ -65,7 +66,9 @@ class Commits:
 def shard_generator(settings: dict[str, Any], part: PartSpec, commits: Commits, **more: Any) -> ShardGenerator:
     """An actor of a run of its own."""
     quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
-    return ShardGenerator(settings, part, commits, **{"quarantine": quarantine, "coordinator": Coordinator(), **more})
+    return ShardGenerator(
+        EngineSettings(**settings), part, commits, **{"quarantine": quarantine, "coordinator": Coordinator(), **more}
+    )
 
 
 def shard_batch(index: int, rows: pa.Table, url: str = "in/a.parquet", first_row: int = 0) -> dict[str, Any]:

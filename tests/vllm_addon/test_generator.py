@@ -24,6 +24,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import NOT_NUMBERS
 from actors.generator import Generator
+from actors.settings import EngineSettings
 from actors.vllm.engine import _runs, check_options
 
 TEXTS = [
@@ -79,14 +80,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[str, list[Answer]]:
     """The builtin engine's answers, at 2x and at 1x."""
-    generator = Generator(str(folder), **SETTINGS, device="cpu")
+    generator = Generator(EngineSettings(str(folder), **SETTINGS, device="cpu"))
     rows = prompts(generator)
     return {"2x": generator.answer(rows), "1x": generator.at(FULL).answer(rows)}
 
 
 @pytest.fixture(scope="module")
 def generator(folder: Path, wanted: Any) -> Iterator[Generator]:
-    made = Generator(str(folder), **SETTINGS, vllm={"block_size": cases.BLOCK, "enforce_eager": True})
+    made = Generator(EngineSettings(str(folder), **SETTINGS, vllm={"block_size": cases.BLOCK, "enforce_eager": True}))
     yield made
     made.engine.close()
 
@@ -222,8 +223,8 @@ def test_logits_that_are_not_numbers_are_row_errors(tmp_path: Path) -> None:
     weights["model.embed_tokens.weight"][9] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     rows = [Prompt([row % 7 + 40, 9 if row % 3 == 0 else 50], "x", row) for row in range(12)]
-    wanted = Generator(str(tmp_path), **SETTINGS, device="cpu").answer(rows)
-    found = Generator(str(tmp_path), **SETTINGS, vllm={"block_size": cases.BLOCK})
+    wanted = Generator(EngineSettings(str(tmp_path), **SETTINGS, device="cpu")).answer(rows)
+    found = Generator(EngineSettings(str(tmp_path), **SETTINGS, vllm={"block_size": cases.BLOCK}))
     try:
         answers = found.answer(rows)
     finally:
@@ -307,8 +308,8 @@ def test_vllm_runs_a_checkpoint_in_8_bits_that_the_own_engine_refuses(folder: Pa
 
     settings = {**SETTINGS, "dtype": "bfloat16", "sampling": {"max_new_tokens": 1}}
     with pytest.raises(UserError, match=r"compressed-tensors.* run only in vLLM: set model\.engine: vllm"):
-        Generator(str(stored), **settings, device="cpu")
-    made = Generator(str(stored), **settings, vllm={"block_size": cases.BLOCK, "enforce_eager": True})
+        Generator(EngineSettings(str(stored), **settings, device="cpu"))
+    made = Generator(EngineSettings(str(stored), **settings, vllm={"block_size": cases.BLOCK, "enforce_eager": True}))
     try:
         answers = made.answer([replace(made.builder.prompt(text), row=row) for row, text in enumerate(TEXTS)])
     finally:

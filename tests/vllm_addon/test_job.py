@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
+from actors.settings import EngineSettings
 from actors.vllm.engine import VllmEngine
 from pipeline.advise.estimate import time_speeds
 from pipeline.answer.coordinator import Coordinator
@@ -178,21 +179,20 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
 
 def test_plan_times_each_speed_by_an_engine_that_can_run_it(inputs: dict[str, Any]) -> None:
     """One engine after the other: 1x and each speed of constant depth has its own."""
-    generator = {
-        "checkpoint": inputs["model"],
-        "speed_adapter": None,
-        "unadapted": True,
-        "sampling": {"max_new_tokens": 6, "ignore_eos": True},
-        "dtype": "float32",
-        "max_batch": 4,
-        "cache_bytes": 2**27,
-        "vllm": {"block_size": cases.BLOCK, "max_model_len": 192, "enforce_eager": True},
-    }
+    settings = EngineSettings(
+        inputs["model"],
+        unadapted=True,
+        sampling={"max_new_tokens": 6, "ignore_eos": True},
+        dtype="float32",
+        max_batch=4,
+        cache_bytes=2**27,
+        vllm={"block_size": cases.BLOCK, "max_model_len": 192, "enforce_eager": True},
+    )
     constant = ScheduleSpec(speedup=2, decay="constant", prompt="first")
     speeds = {"2x": ScheduleSpec(speedup=2, horizon=8), "constant": constant, "1x": ScheduleSpec()}
     schedules = {name: spec.build(cases.LAYERS) for name, spec in speeds.items()}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(12)]
-    _, further, calls = time_speeds(prompts, generator, schedules, "2x", 12, 1e6)
+    _, further, calls = time_speeds(prompts, settings, schedules, "2x", 12, 1e6)
     assert len(further) == 2 and min(further) > 0
     for name, timed in calls.items():
         assert [call.rows for call in timed] == [12]

@@ -22,6 +22,7 @@ from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from actors.engine.schedule.file import save_spec
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
+from actors.settings import EngineSettings
 from actors.vllm import worker
 from actors.vllm.worker import KEPT_LAYERS
 
@@ -173,12 +174,12 @@ def test_a_generator_loads_one_engine_after_the_other(tmp_path: Path, caplog: py
     common: dict[str, Any] = {"unadapted": True, "sampling": {"max_new_tokens": 12}, "dtype": "float32", "max_batch": 4}
     specs = {"falling": ScheduleSpec(speedup=2, horizon=8), "1x": ScheduleSpec(), **UNIFORM}
     schedules = {name: spec.build(cases.LAYERS) for name, spec in specs.items()}
-    library = Generator(model, schedule=schedules["1x"], device="cpu", cache_bytes=2**26, **common)
+    library = Generator(EngineSettings(model, schedule=schedules["1x"], device="cpu", cache_bytes=2**26, **common))
     texts = ["The Eagle serves", "name[Zizzi], food[French]", "a"]
     prompts = [library.builder.prompt(text) for text in texts]
     wanted = {name: library.at(schedule).answer(prompts) for name, schedule in schedules.items()}
     options = {"block_size": cases.BLOCK, "enforce_eager": True, "max_model_len": 192}
-    one = Generator(model, schedule=schedules["falling"], cache_bytes=2**26, vllm=options, **common)
+    one = Generator(EngineSettings(model, schedule=schedules["falling"], cache_bytes=2**26, vllm=options, **common))
     models = []
     try:
         with caplog.at_level(logging.WARNING):

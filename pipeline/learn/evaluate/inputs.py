@@ -16,7 +16,7 @@ from actors.engine.machine import process_memory
 from actors.engine.model.loading import load_tokenizer
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
-from pipeline.answer.settings import generator_settings
+from actors.settings import EngineSettings
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.adapt import SHORT
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
@@ -109,15 +109,22 @@ class EvalInputs:
         model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
         on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
         generator = Generator(
-            str(fetch(checkpoint.source)),
-            speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
-            # the adapter is merged only if the model is loaded with a schedule that skips layers
-            schedule={"depths": (max(1, full.warmup),)} if fast else full,
-            unadapted=True,
-            **generator_settings(model, config.sampling, config.choices),
-            threads=config.threads,
-            cache_bytes=config.cache_bytes or (min(2**30, process_memory() // 4) if on_cpu else 8 * 2**30),
-            max_batch=config.max_batch,
+            EngineSettings(
+                str(fetch(checkpoint.source)),
+                speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
+                # the adapter is merged only if the model is loaded with a schedule that skips layers
+                schedule={"depths": (max(1, full.warmup),)} if fast else full,
+                unadapted=True,
+                sampling=config.sampling.model_dump(exclude={"seed"}),
+                seed=config.sampling.seed,
+                choices=config.choices,
+                dtype=model.dtype,
+                weights=model.weights,
+                device=model.device,
+                threads=config.threads,
+                cache_bytes=config.cache_bytes or (min(2**30, process_memory() // 4) if on_cpu else 8 * 2**30),
+                max_batch=config.max_batch,
+            )
         )
         return generator.at(full)
 

@@ -66,7 +66,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
         lines=[_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants],
         output=inputs.folder.path,
         rows=len(inputs.rows),
-        batch=full.max_batch,
+        batch=full.settings.max_batch,
         metric=inputs.metric,
         full_depth=full_depth,
         chance=scores[CHANCE],
@@ -131,13 +131,13 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: in
         """Return the maximum cache size of a row with `prompt_tokens` tokens, padded to the longest prompt."""
         return engine.row_bytes(length, max(1, min(new_tokens, engine.decoder.context_length - prompt_tokens)))
 
-    if row_bytes(length) > generator.cache_bytes:
+    if row_bytes(length) > generator.settings.cache_bytes:
         raise UserError(
             f"{longest.source}: row {longest.row}: needs {row_bytes(length)} bytes of cache at full depth, "
-            f"but cache_bytes is {generator.cache_bytes}; raise cache_bytes"
+            f"but cache_bytes is {generator.settings.cache_bytes}; raise cache_bytes"
         )
-    fitting = generator.cache_bytes // max(1, row_bytes(shortest))  # 0 bytes if answers have only one token
-    return max(1, min(generator.max_batch, fitting))
+    fitting = generator.settings.cache_bytes // max(1, row_bytes(shortest))  # 0 bytes if answers have only one token
+    return max(1, min(generator.settings.max_batch, fitting))
 
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], stage: str = "answering") -> TimedRun:
@@ -171,7 +171,7 @@ def time_in_turn(
     longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     for name, (generator, schedule) in lines.items():
         announce(f"warming up {name}")
-        answer(generator, schedule, prompts if whole else longest[: generator.max_batch])
+        answer(generator, schedule, prompts if whole else longest[: generator.settings.max_batch])
     runs: dict[str, TimedRun] = {}
     for number in range(1, rounds + 1):
         for name, line in lines.items():
@@ -226,7 +226,7 @@ def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedR
     folder.save(
         {
             "config": inputs.config.model_dump(mode="json"),
-            "cache_bytes": generator.cache_bytes,
+            "cache_bytes": generator.settings.cache_bytes,
             "version": version("skipdecode"),
             "device": generator.device_name(),
             "torch": torch.__version__,

@@ -21,6 +21,7 @@ from actors.answers import Prompt
 from actors.engine.model.loading import inspect
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
+from actors.settings import EngineSettings
 from pipeline.advise.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds
 from pipeline.config.job import JobConfig
 from pipeline.input.shards import Shard
@@ -100,20 +101,19 @@ def test_an_actor_that_is_free_takes_the_next_shard(rows: list[int], actors: int
 
 def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
     """Calls of at most 16 rows; without time 1x and the job's speed answer one small call, others none."""
-    generator = {
-        "checkpoint": str(checkpoint),
-        "speed_adapter": None,
-        "unadapted": True,
-        "sampling": {"max_new_tokens": 6},
-        "dtype": "float32",
-        "threads": 1,
-        "max_batch": 16,
-    }
+    settings = EngineSettings(
+        str(checkpoint),
+        unadapted=True,
+        sampling={"max_new_tokens": 6},
+        dtype="float32",
+        threads=1,
+        max_batch=16,
+    )
     inspected = inspect(checkpoint)
     speeds = {"2x": inspected.schedule({"speedup": 2.0, "horizon": 3}), "1x": inspected.schedule({"speedup": 1.0})}
     others = {"1.5x": inspected.schedule({"speedup": 1.5, "horizon": 3})}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
-    _, further, calls = time_speeds(prompts, generator, speeds, "2x", 16, 600.0)
+    _, further, calls = time_speeds(prompts, settings, speeds, "2x", 16, 600.0)
     assert further == []  # one model serves all speeds
     for timed in calls.values():
         assert [call.rows for call in timed] == [14, 13, 13]
@@ -121,7 +121,7 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
         assert all(call.stats.generated_tokens >= len(call.texts) == call.rows for call in timed)
     layers = [call.stats.layer_steps for timed in calls.values() for call in timed]
     assert sum(layers[:3]) < sum(layers[3:])
-    *_, hurried = time_speeds(prompts, generator, speeds | others, "2x", 16, 0.0)
+    *_, hurried = time_speeds(prompts, settings, speeds | others, "2x", 16, 0.0)
     assert [[call.rows for call in timed] for timed in hurried.values()] == [[8], [8], []]
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.answers import ANSWER_TYPES, Prompt
 from actors.generator import Generator
+from actors.settings import EngineSettings
 from pipeline import job as jobs
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.run import ray_session
@@ -106,7 +107,7 @@ def test_answers_are_those_of_the_bare_engine(
     """Row by row, each alone: the pipeline adds nothing and loses nothing."""
     output, _ = undisturbed
     sampling = {key: value for key, value in SAMPLED.items() if key != "seed"}
-    generator = Generator(str(checkpoint), sampling=sampling, seed=5, dtype="float32", threads=1)
+    generator = Generator(EngineSettings(str(checkpoint), sampling=sampling, seed=5, dtype="float32", threads=1))
     compared = 0
     differ = []
     answered = {row["topic"]: row for row in pq.read_table(output).to_pylist()}

@@ -11,6 +11,7 @@ from in_process import job_config
 
 from actors.answers import ANSWER_TYPES, Prompt
 from actors.generator import Generator
+from actors.settings import EngineSettings
 from pipeline import job as jobs
 from pipeline.prepare.chat import Chat, render_chat
 
@@ -68,7 +69,9 @@ def test_rows_that_ask_for_their_own(in_process: None, chat_checkpoint: Path, tm
     assert outcome.totals.shared_prompt_tokens > 0
 
     generator = Generator(
-        str(chat_checkpoint), sampling={"max_new_tokens": 6, "logprobs": 1}, seed=3, dtype="float32", threads=1
+        EngineSettings(
+            str(chat_checkpoint), sampling={"max_new_tokens": 6, "logprobs": 1}, seed=3, dtype="float32", threads=1
+        )
     )
     for row in rows:
         if row["error"] is None:
