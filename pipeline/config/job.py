@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from actors.engine.errors import UserError
+from actors.engine.schedule.schedule import ScheduleSpec, checked, key_types
 from actors.engine.types import EngineName, SamplingParams, check_compatible
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place, Section
 from pipeline.config.forms import Form, Labels, check_labels
 from pipeline.config.input import InputConfig, one_or_many
 
-Decay = Literal["linear", "cosine", "power", "step", "constant"]
-KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OutputFormat = Literal["parquet", "jsonl", "openai_batch"]
 RESULT_NAMES = ("answers", "results", "errors")  # names, without suffix, of the files that output.format adds
@@ -89,35 +89,35 @@ class ModelConfig(Section):
         return self
 
 
-class ScheduleConfig(Section):
-    """The layers that run for each token. Defaults: those in the checkpoint's skipdecode.json, or in `ScheduleSpec`."""
+_Schedule: Any = create_model(
+    "_Schedule",
+    __base__=Section,
+    **{
+        key.name: (Union[(*key_types()[key.name], None)], Field(None, description=key.metadata["text"]))
+        for key in fields(ScheduleSpec)
+    },
+)
 
-    speedup: float | None = Field(None, description="nominal speed-up: layers ÷ mean layers per token over the horizon")
-    max_depth: int | None = Field(None, description="number of layers for generated token 0")
-    min_depth: int | None = Field(None, description="number of layers for generated tokens from the horizon's end on")
-    depths: list[int] | None = Field(
-        None, description="number of layers for generated tokens 0, 1, ...; the last number applies to all later tokens"
-    )
-    horizon: int | None = Field(None, description="number of generated tokens over which depth falls")
-    decay: Decay | None = Field(
-        None,
-        description="curve along which depth (layers per token) falls over the horizon. With constant and prompt: "
-        "first all tokens run the same layers, so vLLM loads a smaller model",
-    )
-    power: float | None = Field(None, description="exponent of the curve if decay is power")
-    steps: int | None = Field(None, description="number of steps of the curve if decay is step")
-    warmup: int | None = Field(None, description="number of lowest layers that always run")
-    keep_order: KeepOrder | list[int] | None = Field(
-        None, description="order of layers, the most needed first; measured: adapt, tune and evaluate measure it"
-    )
-    prompt: Literal["full", "first"] | None = Field(
-        None, description="layers that process the prompt. full: all layers; first: the layers of generated token 0"
-    )
+
+class ScheduleConfig(_Schedule):  # type: ignore[misc]
+    """The layers that run for each token, with the keys and types of `ScheduleSpec`.
+
+    Defaults: the values in the checkpoint's skipdecode.json, or in `ScheduleSpec`.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: checked(name, value) if name in key_types() and value is not None else value
+            for name, value in values.items()
+        }
 
     def changes(self) -> dict[str, Any]:
-        """Return those keys of `ScheduleConfig` that the file sets, with lists as tuples."""
-        given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        """Return those keys of a schedule that the file sets."""
+        return self.model_dump(exclude_none=True, include=set(key_types()))
 
 
 class RunScheduleConfig(ScheduleConfig):
@@ -131,18 +131,18 @@ class RunScheduleConfig(ScheduleConfig):
 class SamplingConfig(Section):
     """Sampling parameters, with the names and defaults of `SamplingParams`. `input.sampling` overrides them per row."""
 
-    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="maximum tokens of an answer, with its stop token")
-    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="minimum tokens before an answer may end")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy, otherwise at least 0.01")
-    top_k: int = Field(0, ge=0, lt=2**31, description="number of most likely tokens to sample from; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens with this total probability")
-    min_p: float = Field(0.0, ge=0, le=1, description="sample tokens with at least this share of the top probability")
-    repetition_penalty: float = Field(1.0, gt=0, description="penalty factor for tokens in prompt or answer; 1: none")
+    max_new_tokens: int = Field(64, description="maximum tokens of an answer, with its stop token")
+    min_new_tokens: int = Field(0, description="minimum tokens before an answer may end")
+    temperature: float = Field(0.0, description="0 is greedy, otherwise at least 0.01")
+    top_k: int = Field(0, description="number of most likely tokens to sample from; 0: all")
+    top_p: float = Field(1.0, description="sample from the likeliest tokens with this total probability")
+    min_p: float = Field(0.0, description="sample tokens with at least this share of the top probability")
+    repetition_penalty: float = Field(1.0, description="penalty factor for tokens in prompt or answer; 1: none")
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="amount subtracted from the logits of tokens that occur in the answer"
+        0.0, description="amount subtracted from the logits of tokens that occur in the answer"
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="amount subtracted from a token's logit for each occurrence in the answer"
+        0.0, description="amount subtracted from a token's logit for each occurrence in the answer"
     )
     stop: Annotated[tuple[str, ...], BeforeValidator(_many)] = Field(
         (), description="string or list of strings; an answer ends before the first one that occurs in it"
@@ -151,19 +151,19 @@ class SamplingConfig(Section):
         (), description="token ids that end an answer"
     )
     ignore_eos: bool = Field(False, description="do not end an answer at the model's own stop tokens")
-    n: int = Field(1, ge=1, lt=2**31, description="answers per prompt, at most 1024")
+    n: int = Field(1, description="answers per prompt, at most 1024")
     logprobs: int | None = Field(
-        None, ge=0, description="write a column logprobs with this many alternatives for each token; default: no column"
+        None, description="write a column logprobs with this many alternatives for each token; default: no column"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of the job's random numbers")
+    seed: int = Field(0, description="seed of the job's random numbers")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> SamplingConfig:
-        self.params()
+    def _in_range(self) -> SamplingConfig:
+        SamplingParams(**self.model_dump())
         return self
 
     def params(self) -> SamplingParams:
-        """Return the job's sampling parameters without the seed. Raises UserError if values conflict."""
+        """Return the job's sampling parameters without the seed, which a row's own parameters may set."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 

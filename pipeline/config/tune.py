@@ -7,10 +7,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
+from actors.engine.schedule.schedule import Decay, KeepOrder
 from pipeline.config.base import Place, Section
 from pipeline.config.forms import Labels
 from pipeline.config.input import Paths
-from pipeline.config.job import Decay, KeepOrder, ScheduleConfig
+from pipeline.config.job import ScheduleConfig
 
 RANK = 32  # default rank of a speed adapter
 

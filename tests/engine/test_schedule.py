@@ -162,9 +162,9 @@ def test_refusals_name_the_position(spec: ScheduleSpec, message: str) -> None:
         ("[]", "holds no JSON object, but list"),
         ('{"num_layers": 8}', "made for num_layers = 8, but the model has 6 layers"),
         ("{}", "made for num_layers = None"),
-        ('{"num_layers": 6, "speed": 2}', "unknown key 'speed'"),
-        ('{"num_layers": 6, "speedup": "2"}', "speedup = '2' has the wrong type"),
-        ('{"num_layers": 6, "depths": [6, true]}', "depths = .* has the wrong type"),
+        ('{"num_layers": 6, "speed": 2}', "unknown key 'speed'; did you mean speedup"),
+        ('{"num_layers": 6, "speedup": "2"}', "speedup = '2': must be a finite number"),
+        ('{"num_layers": 6, "depths": [6, true]}', "depths = .*: must be a list of whole numbers"),
         ('{"num_layers": 6, "depths": [3, 4]}', r"depths\[1\] = 4 rises"),
     ],
 )

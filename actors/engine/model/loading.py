@@ -63,7 +63,7 @@ class Checkpoint:
         """Return the stored schedule with a job's `changes`. Raises UserError if it does not fit the model."""
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
-        except (TypeError, ValueError) as error:  # TypeError: an unknown key, or a value of a wrong type
+        except UserError as error:
             raise UserError(f"schedule: {error}") from None
 
     def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:

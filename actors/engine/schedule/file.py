@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,30 +85,13 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
     Raises UserError if a value is wrong or does not fit a model with `num_layers` layers. The message begins with
     `source`, and names the wrong key or position.
     """
-    known = {field.name for field in fields(ScheduleSpec)}
-    unknown = sorted(set(values) - known - {"num_layers"})
-    if unknown:
-        raise UserError(f"{source}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    if values.get("num_layers") != num_layers:
-        raise UserError(
-            f"{source}: made for num_layers = {values.get('num_layers')}, but the model has {num_layers} layers"
-        )
-    settings = {name: value for name, value in values.items() if name != "num_layers"}
-    types = {field.name: str(field.type).split(" | ") for field in fields(ScheduleSpec)}
-    for name, value in settings.items():
-        if isinstance(value, list) and "tuple[int, ...]" in types[name]:
-            if len(value) > MAX_HORIZON:
-                raise UserError(f"{source}: {name} has {len(value)} entries, more than {MAX_HORIZON}")
-            right, settings[name] = all(type(entry) is int for entry in value), tuple(value)
-        else:
-            kind = type(value).__name__
-            right = kind in types[name] or (kind == "int" and "float" in types[name])
-        if not right:
-            raise UserError(f"{source}: {name} = {value!r} has the wrong type")
-    spec = ScheduleSpec(**settings)
+    made_for, settings = values.get("num_layers"), {key: value for key, value in values.items() if key != "num_layers"}
+    if made_for != num_layers:
+        raise UserError(f"{source}: made for num_layers = {made_for}, but the model has {num_layers} layers")
     try:
+        spec = ScheduleSpec().overridden(settings)
         spec.build(num_layers)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{source}: {error}") from None
     return spec
 

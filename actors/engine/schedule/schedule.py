@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, suggestion
 
-DECAYS = ("linear", "cosine", "power", "step", "constant")
+Decay = Literal["linear", "cosine", "power", "step", "constant"]
+KeepOrder = Literal["paper", "even", "early_exit", "measured"]
+PromptPolicy = Literal["full", "first"]
+DECAYS: tuple[str, ...] = get_args(Decay)
 MEASURED = "measured"  # value of keep_order; `pipeline.learn.keep_order` replaces it with a list of layers
-PROMPT_POLICIES = ("full", "first")
+PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer one is surely a mistake, and its curve takes seconds to build
 
 
@@ -124,24 +128,44 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule as written in a job file or in a checkpoint's ``skipdecode.json``.
+    """A schedule as written in a job file or in a checkpoint's ``skipdecode.json``. The fields are the keys of both.
 
     Depth is set by `depths` (an explicit list), by `max_depth` and `min_depth`, or by `speedup`. If none of these is
-    set, every layer runs. `horizon` is the number of generated tokens over which depth falls. `power` is the exponent
-    of the decay ``power``, and `steps` is the number of depths of the decay ``step``.
+    set, every layer runs.
     """
 
-    speedup: float | None = None
-    max_depth: int | None = None
-    min_depth: int | None = None
-    depths: tuple[int, ...] | None = None
-    horizon: int | None = None
-    decay: str = "linear"
-    power: float = 2.0
-    steps: int = 4
-    warmup: int = 1
-    keep_order: str | tuple[int, ...] = "paper"
-    prompt: str = "full"
+    speedup: float | None = field(
+        default=None, metadata={"text": "nominal speed-up: layers ÷ mean layers per token over the horizon"}
+    )
+    max_depth: int | None = field(default=None, metadata={"text": "number of layers for generated token 0"})
+    min_depth: int | None = field(
+        default=None, metadata={"text": "number of layers for generated tokens from the horizon's end on"}
+    )
+    depths: tuple[int, ...] | None = field(
+        default=None,
+        metadata={
+            "text": "number of layers for generated tokens 0, 1, ...; the last number applies to all later tokens"
+        },
+    )
+    horizon: int | None = field(default=None, metadata={"text": "number of generated tokens over which depth falls"})
+    decay: Decay = field(
+        default="linear",
+        metadata={
+            "text": "curve along which depth (layers per token) falls over the horizon. With constant and prompt: "
+            "first all tokens run the same layers, so vLLM loads a smaller model"
+        },
+    )
+    power: float = field(default=2.0, metadata={"text": "exponent of the curve if decay is power"})
+    steps: int = field(default=4, metadata={"text": "number of steps of the curve if decay is step"})
+    warmup: int = field(default=1, metadata={"text": "number of lowest layers that always run"})
+    keep_order: KeepOrder | tuple[int, ...] = field(
+        default="paper",
+        metadata={"text": "order of layers, the most needed first; measured: adapt, tune and evaluate measure it"},
+    )
+    prompt: PromptPolicy = field(
+        default="full",
+        metadata={"text": "layers that process the prompt. full: all layers; first: the layers of generated token 0"},
+    )
 
     def build(self, num_layers: int) -> Schedule:
         """Build the schedule for a model with `num_layers` layers. Raises UserError if a key or a depth is wrong."""
@@ -203,12 +227,55 @@ class ScheduleSpec:
         }
 
     def overridden(self, changes: Mapping[str, Any]) -> ScheduleSpec:
-        """Return a copy with `changes`. If they set a key for depth, the other keys for depth are dropped."""
+        """Return a copy with `changes`. If they set a key for depth, the other keys for depth are dropped.
+
+        Raises UserError if a key is unknown or a value has a wrong type.
+        """
         depth_keys = ("speedup", "max_depth", "min_depth", "depths")
         base = self
         if any(changes.get(key) is not None for key in depth_keys):
             base = replace(self, speedup=None, max_depth=None, min_depth=None, depths=None)
-        return replace(base, **changes)
+        return replace(base, **{name: checked(name, value) for name, value in changes.items()})
+
+
+@cache
+def key_types() -> Mapping[str, tuple[Any, ...]]:
+    """Return the types of each key of a schedule, such as (float, NoneType)."""
+    hints = get_type_hints(ScheduleSpec)
+    return {one.name: _parts(hints[one.name]) for one in fields(ScheduleSpec)}
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+
+
+def checked(name: str, value: Any) -> Any:
+    """Return the value of a schedule's key, with a list as a tuple.
+
+    Raises UserError if the key is unknown, or the value has a wrong type.
+    """
+    if name not in key_types():
+        raise UserError(f"unknown key {name!r}; {suggestion(name, key_types())}")
+    value = tuple(value) if isinstance(value, list) else value
+    wanted = []
+    for kind in key_types()[name]:
+        if kind is float and type(value) in (int, float) and math.isfinite(value):
+            return value
+        if kind is type(value) and kind is not float:
+            return value
+        if kind == tuple[int, ...]:
+            if isinstance(value, tuple) and all(type(entry) is int for entry in value):
+                if len(value) > MAX_HORIZON:
+                    raise UserError(f"{name} has {len(value)} entries, more than {MAX_HORIZON}")
+                return value
+            wanted.append("a list of whole numbers")
+        elif get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return value
+            wanted += get_args(kind)
+        elif kind is not type(None):
+            wanted.append("a whole number" if kind is int else "a finite number")
+    raise UserError(f"{name} = {value!r}: must be {' or '.join(wanted)}")
 
 
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from actors.engine.errors import UserError
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.forms import labels_given
@@ -176,6 +178,23 @@ def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
     assert config.input.path == ["s3://bucket/x=1/*.parquet"] and config.input.template == "{{ question }}"
     assert config.model.engine == "builtin" and config.shard_rows is None
     assert load_config(JobConfig, path).schedule.speedup is None
+
+
+@pytest.mark.parametrize("key", fields(ScheduleSpec), ids=lambda key: key.name)
+def test_a_job_and_a_stored_schedule_check_keys_alike(tmp_path: Path, key: Any) -> None:
+    for value in ("x", True, [1, True], [], {}, 1.5, float("inf")):
+        said = []
+        for read in (
+            partial(load_config, JobConfig, job_file(tmp_path, merged(schedule={key.name: value}))),
+            partial(ScheduleSpec().overridden, {key.name: value}),
+        ):
+            try:
+                read()
+            except ValueError as error:
+                said.append(str(error).removeprefix(f"{tmp_path}/job.yaml: schedule: "))
+        is_right = (value == [] and "tuple" in key.type) or (value == 1.5 and "float" in key.type)
+        assert len(said) == (0 if is_right else 2) and len(set(said)) < 2
+        assert all(key.name in one for one in said)
 
 
 def test_sampling_is_that_of_the_engine() -> None:
