@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import update_wrapper
 from itertools import groupby, islice
 
 from actors.engine.engine import Ended, Engine
@@ -86,6 +87,26 @@ class _Flight:
             self.call.on_batch(sorted(self.reported))
 
 
+def halving(step: Callable[[Loop], None]) -> Callable[[Loop], None]:
+    """Return `step` with this addition: if memory runs out, the run's unfinished rows wait for a run of half the size.
+
+    Any other error ends the call that runs.
+    """
+
+    def halved(loop: Loop) -> None:
+        try:
+            step(loop)
+            return
+        except BaseException as error:
+            is_memory = isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
+            if loop._flight is None or not is_memory:
+                loop._abandon(error)
+                raise
+        loop._run_again()  # not inside the except clause, where the error's traceback keeps tensors alive
+
+    return update_wrapper(halved, step)
+
+
 @dataclass(eq=False)
 class Loop:
     """Answers calls (lists of requests) one after the other.
@@ -148,26 +169,22 @@ class Loop:
             self.step()
         return call.result()
 
+    @halving
     def step(self) -> None:
-        """Prefill waiting rows (opening slots if needed) or run a decode step.
+        """Prefill waiting rows or run a decode step. Call this only while a call has not ended."""
+        flight, rows = self._schedule()
+        ended = self._admit(flight, rows) if rows else self._decode(flight)
+        self._record(flight, ended)
 
-        Call this only while a call has not ended.
-        """
-        has_memory = True
-        try:
-            flight = self._flight or self._open()
-            rows = flight.next_rows()
-            ended = self._admit(flight, rows) if rows else self._decode(flight)
-            for ticket, completion in ended:
-                flight.call.completions[flight.tickets.pop(ticket)] = completion
-        except BaseException as error:
-            is_memory = isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
-            if self._flight is None or not is_memory:
-                self._abandon(error)
-                raise
-            has_memory = False
-        if not has_memory:  # not inside the except clause, where the error's traceback keeps tensors alive
-            self._run_again()
+    def _schedule(self) -> tuple[_Flight, list[int]]:
+        """Return the run in flight, and its rows to prefill now; no rows: run a decode step."""
+        flight = self._flight or self._open()
+        return flight, flight.next_rows()
+
+    def _record(self, flight: _Flight, ended: Ended) -> None:
+        """Keep the completions of the rows that ended."""
+        for ticket, completion in ended:
+            flight.call.completions[flight.tickets.pop(ticket)] = completion
         self._end()
 
     def _open(self) -> _Flight:
@@ -234,6 +251,7 @@ class Loop:
         else:
             call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(*shape))
             call.runs += smaller(replace(run, rows=left))[::-1]
+        self._end()
 
     def _abandon(self, error: BaseException) -> None:
         """Set `error` on the call that runs, and end it."""

@@ -46,7 +46,7 @@ GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # limits of a row group; a longer row
 TYPED_ROWS = 10_000  # number of rows at the start of a file that are all parsed to find column types
 TYPED_BLOCKS = 64  # after the first TYPED_ROWS rows, only one block in 64 is parsed to find column types
 
-Row = TypeVar("Row", bytes, CsvRow)
+Record = TypeVar("Record", bytes, CsvRow)
 
 
 def is_json(field: pa.Field) -> bool:
@@ -327,14 +327,14 @@ def read_text(
 
 
 def _rows(
-    shards: Sequence[Shard], file: InputFile, stream: BinaryIO, parse: Callable[[bytes], list[Row]]
-) -> Iterator[list[Row]]:
+    shards: Sequence[Shard], file: InputFile, stream: BinaryIO, parse: Callable[[bytes], list[Record]]
+) -> Iterator[list[Record]]:
     """Yield the rows of each shard. A row group that consecutive shards share is read and parsed only once."""
     first_rows = list(accumulate(file.group_rows, initial=0))
     offsets = list(accumulate(file.group_bytes, initial=0))
     number, group = -1, []
     for shard in shards:
-        rows: list[Row] = []
+        rows: list[Record] = []
         while len(rows) < shard.rows:
             row = shard.first_row + len(rows)
             if number != (wanted := bisect_right(first_rows, row) - 1):

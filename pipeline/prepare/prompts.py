@@ -46,7 +46,7 @@ _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # raised for Arrow value
 
 
 @dataclass
-class Row:
+class Draft:
     """A row that is being turned into a prompt. Once `error` is set, all further steps skip the row.
 
     Args:
@@ -71,7 +71,7 @@ class Row:
 def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     """Add the columns in `ADDED` to a shard's table. A row that fails gets an error and no token ids."""
     table, errors = schema.split_errors(table)
-    rows = [Row(error=error) for error in errors]
+    rows = [Draft(error=error) for error in errors]
     for row, values in zip(rows, _python_rows(table, read_names(spec.input)), strict=True):
         _attempt(row, _read, values, spec)
     labels = [*spec.choices, *(label for row in rows if row.error is None for label in row.choices or ())]
@@ -92,11 +92,11 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
     """Return the table that `prepare_table` returns if every row fails. errors: the error of each row."""
-    return _with_added(schema.split_errors(table)[0], [Row(error=error) for error in errors])
+    return _with_added(schema.split_errors(table)[0], [Draft(error=error) for error in errors])
 
 
-def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
-    rows = [row if row.error is None else Row(prompt=[], error=row.error) for row in rows]
+def _with_added(table: pa.Table, rows: Sequence[Draft]) -> pa.Table:
+    rows = [row if row.error is None else Draft(prompt=[], error=row.error) for row in rows]
     added = {
         PROMPT_IDS: [row.prompt for row in rows],
         ERROR: [None if row.error is None else row.error.encode(errors="replace").decode() for row in rows],
@@ -110,7 +110,7 @@ def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
     return table
 
 
-def _attempt(row: Row, step: Callable[..., None], *arguments: Any) -> None:
+def _attempt(row: Draft, step: Callable[..., None], *arguments: Any) -> None:
     """Call `step` with `row` unless the row has an error. A ValueError becomes the row's error."""
     if row.error is None:
         try:
@@ -133,7 +133,7 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
     return rows
 
 
-def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> None:
+def _read(row: Draft, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> None:
     """Set the prompt (text or token ids), sampling parameters, labels and answer format of `row` from its `values`."""
     if isinstance(values, UnicodeDecodeError):
         raise UserError(f"not UTF-8: {values}")
@@ -163,7 +163,7 @@ def _read(row: Row, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> 
         check_compatible("output_format", row.params)
 
 
-def _set_prompt(row: Row, values: Mapping[str, Any], request: CompletionRequest | None, spec: PromptSpec) -> None:
+def _set_prompt(row: Draft, values: Mapping[str, Any], request: CompletionRequest | None, spec: PromptSpec) -> None:
     """Set the row's prompt. Control tokens in the row's values stay tokens, or are marked to become plain text."""
     section, template, tokenizer = spec.input, spec.input.template, tokenizer_of(spec.checkpoint)
     content: Any = None
@@ -224,7 +224,7 @@ def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:
     return [token for token in ids if token is not None]
 
 
-def _bound(row: Row, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]], label_tokens: int) -> None:
+def _bound(row: Draft, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]], label_tokens: int) -> None:
     """Set the row's `label_tokens`. Refuse a prompt text that is too long to tokenize; `truncate_left` shortens it.
 
     label_ids: token ids of all labels. label_tokens: the value for a row without labels of its own.
@@ -240,7 +240,7 @@ def _bound(row: Row, spec: PromptSpec, label_ids: Mapping[str, tuple[int, ...]],
         raise _no_room(f"at least {least}", row, spec)
 
 
-def _encode_marked(row: Row, spec: PromptSpec) -> None:
+def _encode_marked(row: Draft, spec: PromptSpec) -> None:
     """Tokenize the prompt if it holds marked control tokens, which become plain text."""
     if row.is_marked:
         assert isinstance(row.prompt, str)
@@ -248,7 +248,7 @@ def _encode_marked(row: Row, spec: PromptSpec) -> None:
         row.prompt = control.encode(row.prompt, special_tokens=not row.is_chat)
 
 
-def _fit(row: Row, spec: PromptSpec) -> None:
+def _fit(row: Draft, spec: PromptSpec) -> None:
     """Refuse or truncate a prompt (token ids) that leaves no room for the longest label, or for one token of free text.
 
     A truncated prompt leaves room for the longest label or for `max_new_tokens`.
@@ -267,6 +267,6 @@ def _fit(row: Row, spec: PromptSpec) -> None:
     row.prompt = tokens[answer - context :]
 
 
-def _no_room(tokens: str, row: Row, spec: PromptSpec) -> UserError:
+def _no_room(tokens: str, row: Draft, spec: PromptSpec) -> UserError:
     answer = f" for a label of {counted(row.label_tokens - 1, 'token')}" if row.label_tokens else ""
     return UserError(f"prompt of {tokens} tokens leaves no room{answer} in a context of {spec.context_length}")
