@@ -171,9 +171,9 @@ def test_a_jobs_schedule_goes_on_top_of_the_stored_one(checkpoint: Path, generat
     with pytest.raises(ValueError, match=r"not adapted to this schedule .*another keep_order.* or pass unadapted=True"):
         make(checkpoint, schedule={"keep_order": "early_exit"})
     assert make(checkpoint, schedule={"keep_order": "early_exit"}, unadapted=True).schedule.keep_order == (0, 1, 2, 3)
-    with pytest.raises(UserError, match=r"^schedule: .* unexpected keyword argument 'speed'$"):
+    with pytest.raises(UserError, match=r"^schedule: unknown key 'speed'; did you mean speedup"):
         make(checkpoint, schedule={"speed": 2})
-    with pytest.raises(UserError, match=r"^schedule: .* not supported between instances of"):
+    with pytest.raises(UserError, match=r"^schedule: speedup = '2': must be a finite number"):
         make(checkpoint, schedule={"speedup": "2"})
     with pytest.raises(ValueError, match="top_p = 0"):
         make(checkpoint, sampling={"top_p": 0})
@@ -389,8 +389,8 @@ def test_a_new_process_imports_little_prints_nothing_and_leaves_transformers_as_
     code = f"""
 import importlib, logging, pkgutil, sys
 import actors.engine
-for module in pkgutil.walk_packages(actors.engine.__path__):
-    importlib.import_module(f"actors.engine.{{module.name}}")
+for module in pkgutil.walk_packages(actors.engine.__path__, "actors.engine."):
+    importlib.import_module(module.name)
 found = [name for name in ("ray", "pyarrow", "pipeline") if name in sys.modules]
 assert not found, f"actors.engine imports {{found}}"
 from huggingface_hub.utils import are_progress_bars_disabled
@@ -400,6 +400,7 @@ def settings():
     return library.is_progress_bar_enabled(), are_progress_bars_disabled(), level
 before = settings()
 from actors.generator import Generator
+from actors.settings import EngineSettings
 found = [name for name in ("ray", "pipeline") if name in sys.modules]
 assert not found, f"actors.generator imports {{found}}"
 Generator(EngineSettings({str(checkpoint)!r}, device="cpu"))

@@ -153,7 +153,8 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     handler.setFormatter(JsonLines() if log_json else EscapingFormatter(lines))
     logging.basicConfig(level=level, handlers=[handler], force=log_json)
     logging.captureWarnings(True)
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.resolve"):  # always show their INFO messages
+    # always show their INFO messages
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.resolve", "pipeline.prepare.prompt_spec"):
         logging.getLogger(name).setLevel(logging.INFO)
     values = {  # libraries read these variables on import; most of them make the libraries print less
         "TRANSFORMERS_VERBOSITY": "error",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
@@ -89,21 +89,22 @@ class ModelConfig(Section):
         return self
 
 
-_Schedule: Any = create_model(
-    "_Schedule",
-    __base__=Section,
-    **{
-        key.name: (Union[(*key_types()[key.name], None)], Field(None, description=key.metadata["text"]))
-        for key in fields(ScheduleSpec)
-    },
-)
+_schedule_keys: dict[str, Any] = {
+    key.name: (Union[(*key_types()[key.name], None)], Field(None, description=key.metadata["text"]))
+    for key in fields(ScheduleSpec)
+}
+_Schedule: Any = create_model("_Schedule", __base__=Section, **_schedule_keys)
 
 
-class ScheduleConfig(_Schedule):  # type: ignore[misc]
+class ScheduleConfig(_Schedule):
     """The layers that run for each token, with the keys and types of `ScheduleSpec`.
 
     Defaults: the values in the checkpoint's skipdecode.json, or in `ScheduleSpec`.
     """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @model_validator(mode="before")
     @classmethod

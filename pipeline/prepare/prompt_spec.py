@@ -108,7 +108,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log a warning with the settings in the checkpoint's generation_config.json that the job ignores.
+    """Log the settings in the checkpoint's generation_config.json that the job does not set, and does not follow.
 
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
@@ -117,7 +117,7 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
     left = settings_not_followed(folder, config.sampling.model_fields_set)
     if left and config.choices is None and config.input.choices is None:
         asked = ", ".join(f"{name}: {value}" for name, value in left.items())
-        log.warning("the job does not follow these settings of generation_config.json (see `sampling`): %s", asked)
+        log.info("the job does not follow these settings of generation_config.json (see `sampling`): %s", asked)
 
 
 def read_names(section: InputConfig) -> list[str]:

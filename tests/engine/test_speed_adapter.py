@@ -105,14 +105,14 @@ def edit(path: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"use_dora": True}, "use_dora = 'True' is not supported"),
+        ({"use_dora": True}, "use_dora = 'True' is not what `skipdecode adapt` writes: adapters made elsewhere"),
         ({"use_rslora": True}, "use_rslora"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"a_feature_of_the_future": 1}, "a_feature_of_the_future"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"r": 4}, r"_proj.lora_A.weight: shape \(3, \d+\), must be \(4, \d+\)$"),
         ({"r": "8"}, "must be an integer >= 1"),
     ],

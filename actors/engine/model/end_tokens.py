@@ -10,20 +10,10 @@ from actors.engine.errors import UserError
 from actors.engine.model.file_digests import read_object
 
 ANSWER = "An answer."
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # setting that can change the answer -> values without effect
-    "do_sample": (False,),
-    "temperature": (1.0, 0.0),
-    "top_k": (0,),
-    "top_p": (1.0,),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),
-    **dict.fromkeys(("typical_p", "length_penalty", "diversity_penalty"), (1.0, 0.0)),
-    **dict.fromkeys(("num_beams", "penalty_alpha", "exponential_decay_length_penalty"), (1, 0)),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), ([],)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "watermarking_config"), ({},)),
-    "stop_strings": ([], ""),
-}
+NOT_SETTINGS = (  # keys of generation_config.json that change no answer, or that the program follows
+    *("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "_from_model_config"),
+    *("use_cache", "output_attentions", "output_hidden_states"),
+)
 
 
 def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
@@ -77,14 +67,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
-    """Return the settings of the generation config that would change answers, but that the job does not follow.
-
-    given: sampling parameters that the job sets itself. A job that sets `temperature` also sets `do_sample`.
-    """
-    given = {*given, *(["do_sample"] if "temperature" in given else [])}
+    """Return the settings of the generation config that the job does not set. given: parameters that the job sets."""
+    known = {*NOT_SETTINGS, *given, *(["do_sample"] if "temperature" in given else [])}
     values = _values(folder, "generation_config.json")
-    return {
-        name: values[name]
-        for name, neutral in NEUTRAL.items()
-        if name not in given and values.get(name) is not None and values[name] not in neutral
-    }
+    return {name: value for name, value in values.items() if name not in known and value is not None}

@@ -12,7 +12,7 @@ from actors.engine.model.weights import StoredTensor, building_models
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.\d+\.")
 CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # tensors that old transformers versions saved
 
 
@@ -54,34 +54,17 @@ def check_report(
     name: str,  # name of the checkpoint, for error messages
 ) -> None:
     """Raise UserError if `report` lists an unused tensor, a wrong shape, or a weight without a tensor."""
-
-    def file(weight: str) -> str:
-        """Return the name of the file that holds a weight. There, the weight's name may lack the model's prefix."""
-        return next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
-
-    for weight, stored, wanted in sorted(report["mismatched_keys"]):
-        raise UserError(
-            f"{file(weight)}: {weight} has shape {list(stored)}, but config.json needs {list(wanted)}: the files "
-            "belong to two models; fetch the checkpoint again"
-        )
-    layers = model.config.num_hidden_layers
-    for weight in sorted(report["unexpected_keys"]):
-        if weight.endswith(CONSTANTS):
-            continue
-        layer = LAYER.search(weight)
-        if layer is not None and int(layer[1]) >= layers:
-            raise UserError(
-                f"{file(weight)}: {weight} is of layer {layer[1]}, counted from 0, but config.json has "
-                f"num_hidden_layers = {layers}, so this layer would be left out: fetch the checkpoint again"
-            )
-        if layer is not None or _has_module(model, weight.rpartition(".")[0]):
-            shape = list(tensors[weight].shape) if weight in tensors else ""
-            raise UserError(
-                f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model with this "
-                "config.json, so it would be left out: fetch the checkpoint again"
-            )
-    if missing := report["missing_keys"]:  # transformers has filled these weights with random numbers
-        raise UserError(f"{name}: no weights for {min(missing)}: fetch the checkpoint again")
+    reasons = {weight: f"{list(stored)}, not {list(wanted)}" for weight, stored, wanted in report["mismatched_keys"]}
+    for weight in report["unexpected_keys"]:
+        inside = LAYER.search(weight) or _has_module(model, weight.rpartition(".")[0])
+        if inside and not weight.endswith(CONSTANTS):
+            reasons[weight] = f"no weight of this {model.config.model_type} model"
+    reasons |= dict.fromkeys(report["missing_keys"], "missing")  # transformers fills these with random numbers
+    if reasons:
+        weight = min(reasons)
+        # in the file, the weight's name may lack the model's prefix
+        file = next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
+        raise UserError(f"{file}: {weight} does not fit config.json ({reasons[weight]}): fetch the checkpoint again")
 
 
 def _has_module(model: PreTrainedModel, path: str) -> bool:

@@ -34,14 +34,8 @@ if TYPE_CHECKING:
     from actors.engine.decoder import Decoder
 
 LENGTH = "max_position_embeddings"
-SIZE_LIMITS = {  # key of config.json -> largest accepted value; families use different keys for the same size
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
-    **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**20),
-    "vocab_size": 2**24,
-    LENGTH: 2**28,
-}
+MAX_LAYERS = 1024  # a config.json with more is damaged; schedules and models of so many layers take minutes to build
+ANY_LENGTH = 2**28  # context of a model whose config.json has no limit: vLLM refuses prompts that are too long
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of config.json; old checkpoints use the second
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
@@ -113,7 +107,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
 
     Raises:
         UserError: the folder, its safetensors or its tokenizer is missing; its family or quantization is not supported;
-            a size in config.json is impossible; or its ``skipdecode.json`` does not fit the model.
+            config.json has an impossible value; or its ``skipdecode.json`` does not fit the model.
     """
     from transformers import GenerationConfig
 
@@ -131,7 +125,11 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: not a checkpoint: no config.json; give the folder of a checkpoint")
     values = read_object(folder / "config.json")
-    _check_values(values, folder / "config.json")
+    if "auto_map" in values:
+        raise UserError(
+            f"{folder}: config.json asks to run code of the checkpoint (auto_map), which is never done: use a model of "
+            "a supported family"
+        )
     in_library = not by_vllm
     if by_vllm:
         with suppress(UserError):
@@ -157,8 +155,9 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
         else:
             config = config.get_text_config()
         layers = config.num_hidden_layers
-        # Bloom, Mamba and MPT lack the key: set no limit here, because vLLM refuses prompts that are too long
-        context = context_length(config) if hasattr(config, LENGTH) else SIZE_LIMITS[LENGTH]
+        if not 1 <= layers <= MAX_LAYERS:
+            raise UserError(f"config.json: num_hidden_layers = {layers}: must lie in [1, {MAX_LAYERS}]")
+        context = context_length(config) if hasattr(config, LENGTH) else ANY_LENGTH  # Bloom, Mamba and MPT lack it
         name = "generation_config.json"
         if in_library and (folder / name).is_file():
             GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -195,12 +194,8 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 def refuse_file(path: str) -> None:
     """Raise UserError if `path` is a file instead of a checkpoint folder."""
-    if path.endswith(".gguf"):
-        raise UserError(f"{path}: GGUF cannot be run; give the folder of the publisher's safetensors")
-    if path.endswith(".safetensors"):
-        raise UserError(f"{path}: is one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
-    if os.path.isfile(path):
-        raise UserError(f"{path}: is a file; give the folder of a checkpoint")
+    if path.endswith((".gguf", ".safetensors")) or os.path.isfile(path):
+        raise UserError(f"{path}: is a file; give the folder of the publisher's checkpoint in safetensors")
 
 
 def _refuse_quantized(values: Mapping[str, Any], folder: Path) -> None:
@@ -212,19 +207,6 @@ def _refuse_quantized(values: Mapping[str, Any], folder: Path) -> None:
                 f"{folder}: quantized weights ({str(method)[:40]}) run only in vLLM: set model.engine: vllm, or give "
                 "the publisher's bfloat16 checkpoint"
             )
-
-
-def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError if config.json asks to run code, or contains an impossible size."""
-    if "auto_map" in values:
-        raise UserError(
-            f"{source.parent}: config.json asks to run code of the checkpoint (auto_map), which is never done: use a "
-            "model of a supported family"
-        )
-    for name, limit in SIZE_LIMITS.items():
-        size = values.get(name)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit):
-            raise UserError(f"{source}: {name} = {str(size)[:40]}: must be a whole number in [1, {limit}]")
 
 
 def memory_needed(

@@ -27,13 +27,15 @@ CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "s
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
 PREFIX = "base_model.model."  # prefix of all tensor names, before the path of the layer
 PARTS = ("lora_A", "lora_B")
-# accepted keys of adapter_config.json: this module reads them, or they do not change the product B A
-NEUTRAL = {
-    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "r"),
-    *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
-    *("peft_version", "qalora_group_size", "revision", "target_modules", "task_type"),
+# keys of adapter_config.json with a value, as `skipdecode adapt` writes them; ANY: the value varies
+ANY = object()
+WRITTEN: dict[str, Any] = {
+    **dict.fromkeys(("base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout"), ANY),
+    **dict.fromkeys(("peft_version", "r", "target_modules"), ANY),
+    **{"init_lora_weights": True, "megatron_core": "megatron.core", "peft_type": "LORA", "qalora_group_size": 16},
+    "task_type": "CAUSAL_LM",
 }
-OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values that turn a feature off
+OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values of all other keys, which turn peft's features off
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,12 @@ def read_adapter(path: Path) -> SpeedAdapter:
     if file_digest(path / WEIGHTS, "sha256") != record["weights"]:
         raise UserError(f"{path / WEIGHTS}: damaged: its SHA-256 is not the one in {RECORD}; fetch it again")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    _check_features(settings, path / CONFIG)
+    for key, value in settings.items():
+        if value != WRITTEN.get(key) and WRITTEN.get(key) is not ANY and value not in OFF:
+            raise UserError(
+                f"{path / CONFIG}: {key} = {str(value)[:60]!r} is not what `skipdecode adapt` writes: adapters made "
+                "elsewhere are not supported"
+            )
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{path / CONFIG}: r = {rank} must be an integer >= 1, and lora_alpha = {alpha} a number")
     return SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
@@ -127,21 +134,6 @@ def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.T
     down, up = (file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(device).float() for part in PARTS)
     product: torch.Tensor = (up @ down) * scale  # [O, R] times [R, I]
     return product
-
-
-def _check_features(config: dict[str, Any], source: Path) -> None:
-    """Raise UserError if adapter_config.json uses a peft feature that `merge` does not support."""
-    if config.get("peft_type") != "LORA":
-        raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: only LORA can be merged")
-    start = config.get("init_lora_weights", True)
-    if not isinstance(start, bool) and start != "gaussian":
-        raise UserError(
-            f"{source}: init_lora_weights {start!r} changes the base's weights, which a speed adapter must not change: "
-            "train it with true, false or gaussian"
-        )
-    for key, value in config.items():
-        if key not in NEUTRAL and key != "init_lora_weights" and value not in OFF:
-            raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported, only plain LoRA")
 
 
 def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:

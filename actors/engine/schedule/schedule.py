@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from actors.engine.errors import UserError, suggestion
 
@@ -22,7 +22,7 @@ Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 PromptPolicy = Literal["full", "first"]
 DECAYS: tuple[str, ...] = get_args(Decay)
-MEASURED = "measured"  # value of keep_order; `pipeline.learn.keep_order` replaces it with a list of layers
+MEASURED: Final = "measured"  # value of keep_order; `pipeline.learn.keep_order` replaces it with a list of layers
 PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 MAX_HORIZON = 2**17  # maximum horizon in tokens; a longer one is surely a mistake, and its curve takes seconds to build
 

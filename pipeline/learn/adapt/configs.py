@@ -82,7 +82,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "input": config.input.model_copy(update={"path": [str(folder / asked)], **whole}),
             "output": config.output.model_copy(update={"path": str(folder / ANSWERS), **plain}),
             "model": config.model.model_copy(update={"path": pinned_path(config, resolved)}),
-            "schedule": RunScheduleConfig(speedup=1.0),
+            "schedule": RunScheduleConfig.model_validate({"speedup": 1.0}),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
         }

@@ -123,7 +123,7 @@ def test_a_path_of_no_checkpoint_is_refused() -> None:
         assert refusal(path).endswith(f"no such checkpoint folder in the current folder, {os.getcwd()}")
     assert refusal("/nowhere/at/all").endswith("no such checkpoint folder")
     assert "local folder, s3:// or the hub" in refusal("gs://bucket/model")
-    assert "s3://checkpoints/m.gguf: GGUF cannot be run" in refusal("s3://checkpoints/m.gguf")
+    assert "s3://checkpoints/m.gguf: is a file" in refusal("s3://checkpoints/m.gguf")
 
 
 def test_quantized_weights_in_a_bucket_are_refused_before_they_are_fetched(
@@ -134,7 +134,7 @@ def test_quantized_weights_in_a_bucket_are_refused_before_they_are_fetched(
     client_of(s3).put_object(Bucket="bucket", Key="quantized/config.json", Body=json.dumps(config).encode())
     assert "quantized weights (awq) run only in vLLM: set model.engine: vllm" in refusal(url, s3)
     assert not any(name.endswith(".safetensors") for name in held(place))
-    assert "s3://checkpoints/m.gguf: GGUF cannot be run" in refusal("s3://checkpoints/m.gguf", s3)
+    assert "s3://checkpoints/m.gguf: is a file" in refusal("s3://checkpoints/m.gguf", s3)
 
 
 def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: StorageConfig, place: Path) -> None:

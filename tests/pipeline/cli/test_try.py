@@ -172,12 +172,13 @@ def test_end_tokens_and_settings_that_are_not_followed_are_named(
     (model / "generation_config.json").write_text('{"eos_token_id": 0, "suppress_tokens": [5], "top_k": 20}')
     values["model"]["path"] = str(model)
     stops = ["--set", "sampling.stop=[pub]", "--set", "sampling.stop_token_ids=[3]"]
+    caplog.set_level("INFO", "pipeline.prepare.prompt_spec")
     result = tried(tmp_path, values, "--rows", "1", *stops)
     assert result.exit_code == 0, result.output
     own = "'<sep>' (sampling.stop_token_ids), 'pub' (sampling.stop)"
     named = f"'<pad>' (generation_config.json), '</s>' (config.json, the tokenizer), {own}"
     assert f"answers end at {named}" in result.stdout
-    assert "generation_config.json (see `sampling`): top_k: 20, suppress_tokens: [5]" in caplog.text
+    assert "generation_config.json (see `sampling`): suppress_tokens: [5], top_k: 20" in caplog.text
     said = " ".join(one.getMessage() for one in caplog.records if one.name.startswith("pipeline"))
     assert "top_k" not in said.replace("top_k: 20", "")
     (model / "generation_config.json").write_text('{"eos_token_id": 4000}')

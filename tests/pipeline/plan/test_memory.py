@@ -76,7 +76,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_before_a_model_is_loaded
     name, (file, shape) = "model.layers.1.mlp.up_proj.weight", tensors["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(UserError) as caught:
         memory.check_weights(config, {**tensors, name: StoredTensor(file, (60, 32))}, "m")
-    assert str(caught.value).startswith(f"{file}: {name} has shape [60, 32], but config.json needs {list(shape)}: ")
+    assert str(caught.value).startswith(f"{file}: {name} does not fit config.json ([60, 32], not {list(shape)}): ")
     memory.check_weights(config, tensors, "m")
     monkeypatch.setattr(memory, "check_tensors", None)
     memory.check_weights(config, tensors, "m")
