@@ -112,7 +112,13 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int,
     if written := sorted(recorded(folder)):
         lines.append(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}")
     report = f", report: {folder.url}/{REPORT}" if folder.exists(REPORT) else ""
-    lines.append(f"answers: {folder.url}/part-*.parquet")
+    answers = f"{folder.url}/part-*.parquet"
+    lines.append(f"answers: {answers}")
+    if "://" not in folder.url or storage.endpoint_url is None:  # else the readers need the endpoint and its keys too
+        if not written:  # pandas reads whole folders, but only of Parquet
+            lines.append(f"in pandas: pd.read_parquet({folder.url!r})")
+        lines.append(f"in polars: pl.read_parquet({answers!r})")  # which refuses the folder, because of _SUCCESS
+        lines.append("in DuckDB: FROM '{}'".format(answers.replace("'", "''")))
     lines.append(f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}")
     console.print("\n".join(lines))
 

@@ -155,6 +155,17 @@ def test_a_store_that_fails_after_the_job_has_finished_is_no_failure(
     assert json.loads(done.stdout)["rows"] == 3
 
 
+@pytest.mark.parametrize("tool", ["pandas", "polars", "DuckDB"])
+def test_the_printed_lines_read_the_answers_back(in_process: None, tmp_path: Path, checkpoint: Path, tool: str) -> None:
+    pq.write_table(pa.table({"id": range(5), "prompt": ["alpha"] * 5}), tmp_path / "in.parquet")
+    own = {"input": {"id": "id"}, "shard_rows": 2}
+    done = invoke(tmp_path, job_values(tmp_path / "in.parquet", tmp_path / "it's out", checkpoint, **own))
+    (line,) = re.findall(f"^in {tool}: (.*)$", done.stdout, re.M)
+    library = pytest.importorskip(tool.lower())
+    rows = library.sql(line).df() if tool == "DuckDB" else eval(line, {"pd": library, "pl": library})
+    assert sorted(rows["id"]) == list(range(5))
+
+
 def test_a_pipe_that_does_not_block_gets_everything() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
