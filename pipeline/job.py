@@ -1,7 +1,7 @@
 """The bulk job: plan, lease, run the stages, finalize.
 
-    read ──> prepare ──> generate
-    shards   token ids   answers; a shard's output file (part), then its commit record
+    prepare ────────────────> generate
+    shards read, token ids    answers; a shard's output file (part), then its commit record
 
 Mistakes in the job are found before any stage runs. This module does not import Ray: a backend runs the stages.
 """

@@ -173,18 +173,6 @@ def read_columns(
     return values
 
 
-def read_blocks(
-    files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
-) -> Iterator[pa.Table]:
-    """Yield a table of one row per shard. Ray Data splits blocks between rows, so it keeps each shard whole.
-
-    Columns: `shard` (index), `url`, `first_row`, and `rows` (all rows of the shard as Arrow IPC bytes).
-    """
-    for shard, table in read_shards(files, shards, schema, storage):
-        rows = pa.array([to_ipc(table)], pa.large_binary())
-        yield pa.table({"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row], "rows": rows})
-
-
 def to_ipc(table: pa.Table) -> bytes:
     """Return a table as one Arrow IPC stream."""
     sink = pa.BufferOutputStream()

@@ -1,19 +1,24 @@
-"""Runs the prepare stage, which turns rows into prompts. A row that kills its process gets an error. Imports no ray."""
+"""The prepare stage: reads shards and turns rows into prompts. A row that kills its process gets an error.
+
+Does not import Ray.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline import metrics
-from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.config.job import StorageConfig
+from pipeline.input.files import InputFile
+from pipeline.input.rows import read_shards, to_ipc
+from pipeline.input.shards import Shard
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
@@ -23,37 +28,43 @@ from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
-def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine) -> dict[str, Any]:
-    """Turn the rows of each shard into prompts. Return the columns of `batch` and the new column `prepare_seconds`.
+def prepare(
+    shards: Sequence[Shard],
+    files: Sequence[InputFile],
+    schema: pa.Schema,
+    storage: StorageConfig,
+    spec: PromptSpec,
+    quarantine: Quarantine,
+) -> Iterator[pa.Table]:
+    """Read shards, and turn their rows into prompts. Yield a table of one row per shard, which Ray Data never splits.
 
-    Args:
-        batch: Columns shard, url, first_row and rows (Arrow IPC bytes, to which the prompts are added).
-        quarantine: Finds rows that kill their process. Without it, Ray Data would retry such a row for ever.
+    Columns: `shard` (index), `url`, `first_row`, `rows` (rows with their prompts, as Arrow IPC bytes), and
+    `prepare_seconds`. quarantine: finds rows that kill their process. Without it, Ray would retry them for ever.
     """
     # in a worker, tokenize in one thread: Ray runs several workers on a machine
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tables = read_shards(files, shards, schema, storage)
+    for shard in shards:
+        yield _prepared(shard, tables, spec, quarantine)
+
+
+def _prepared(
+    shard: Shard, tables: Iterator[tuple[Shard, pa.Table]], spec: PromptSpec, quarantine: Quarantine
+) -> pa.Table:
+    """Read the next shard from `tables`, and return it with its prompts (see `prepare`)."""
+    attempt = quarantine.begin(shard.index, shard.rows)  # must precede any step that may kill this process
+    _, table = next(tables)
     began = time.perf_counter()
-    tables = [
-        _prepare_shard(int(shard), from_ipc(rows), spec, quarantine)
-        for shard, rows in zip(batch["shard"], batch["rows"], strict=True)
-    ]
+    if attempt.isolated:
+        prepared = prepare_isolated(table, spec, attempt)
+    else:
+        with _deadline(table, spec):
+            prepared = prepare_table(table, spec)
+    attempt.end()
     seconds = time.perf_counter() - began
     metrics.add("seconds", seconds, part="prepare")
-    rows = np.empty(len(tables), dtype=object)
-    rows[:] = [to_ipc(table) for table in tables]
-    return {
-        **{name: batch[name] for name in ("shard", "url", "first_row")},
-        "rows": rows,
-        "prepare_seconds": np.full(len(tables), seconds / max(len(tables), 1)),
-    }
-
-
-def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Quarantine) -> pa.Table:
-    attempt = quarantine.begin(shard, table.num_rows)
-    if attempt.isolated:
-        return prepare_isolated(table, spec, attempt)
-    with _deadline(table, spec):
-        return prepare_table(table, spec)
+    place = {"shard": [shard.index], "url": [shard.url], "first_row": [shard.first_row]}
+    return pa.table({**place, "rows": pa.array([to_ipc(prepared)], pa.large_binary()), "prepare_seconds": [seconds]})
 
 
 @contextmanager

@@ -1,11 +1,10 @@
-"""Runs the stages on Ray Data, as read tasks, prepare tasks, and a pool of actors that answer and commit shards."""
+"""Runs the stages on Ray Data: tasks that read and prepare shards, and a pool of actors that answer and commit them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,24 +18,23 @@ from actors.engine.machine import process_cpus, process_memory
 from pipeline import metrics
 from pipeline.answer.coordinator import Coordinator, Workload
 from pipeline.config.job import ActorsConfig
-from pipeline.input.rows import read_blocks
-from pipeline.input.shards import group_shards
+from pipeline.input.files import InputFile
+from pipeline.input.shards import Shard, group_shards
 from pipeline.messages import one_line
 from pipeline.report.progress import shown_progress
 from pipeline.run.ray_session import actor_cpus, check_metrics_port, is_own_ray, ray_session, smallest_node
-from pipeline.run.remote import RayWorker, RemoteCoordinator, exporting, ray_sink
-from pipeline.run.stages import QUARANTINED_RETRIES, Backend, Read, Stages
+from pipeline.run.remote import RayWorker, RemoteCoordinator, ray_sink
+from pipeline.run.stages import QUARANTINED_RETRIES, Backend, Prepare, Stages
 from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # time limit of an isolated call during planning
-TASK_CPUS = 0  # CPUs that a read or prepare task requests: none, because actors or another dataset may hold all CPUs
-TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running tasks of a stage per actor; each has its own process
-READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # limits of a read task, see `ShardSource`
+TASK_CPUS = 0  # CPUs that a prepare task requests: none, because actors or another dataset may hold all CPUs
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # maximum running prepare tasks per actor; each has its own process
+TASK_ROWS, TASK_BYTES = 50_000, 512 * 2**20  # limits of a prepare task, see `ShardSource`
 SHARDS_OF_ACTOR = 2  # minimum number of shards sent to an actor: while one is at work, the next one waits there
 CALL_RETRIES = 1  # retries of a call whose process died, e.g. with its node
-READ_RETRIES = 20  # retries of a read task whose process died, or whose result was lost with its node
 
 
 class RayData(Backend):
@@ -130,9 +128,11 @@ def _or_empty(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
 
 def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
     """Return the lazy dataset that runs all stages. output: the job's output folder, which labels metrics."""
-    source = ShardSource(stages.read, READ_TASK_ROWS, READ_TASK_BYTES, output)
+    # put `prepare` into the object store once, because tasks hold copies of what they refer to
+    call = partial(_prepared, ray.put(stages.prepare), output)
+    source = ShardSource(call, stages.shards, stages.files, TASK_ROWS, TASK_BYTES)
     actors, place = stages.actors, _place()
-    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # maximum running tasks of one stage
+    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])  # maximum running tasks
     with warnings.catch_warnings():
         # use the deprecated max_retries: without it, Ray Data retries a task without limit if its process dies
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
@@ -141,9 +141,9 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
             num_cpus=TASK_CPUS,
             concurrency=min(most, len(source.tasks)),
             override_num_blocks=1,
-            ray_remote_args={"max_retries": READ_RETRIES, **place},
+            ray_remote_args={"max_retries": QUARANTINED_RETRIES, **place},
         )
-        context = batches.context  # a copy of the caller's context, which the datasets below inherit
+        context = batches.context  # a copy of the caller's context, which the dataset below inherits
         # size 1 makes each shard a separate block; override_num_blocks=1 above keeps blocks whole. `repartition` would
         # need a whole CPU, and another dataset of the cluster may hold all CPUs
         context.target_max_block_size = 1
@@ -153,15 +153,6 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
         context.autoscaling_config.actor_pool_util_downscaling_threshold /= stages.calls
         context.execution_no_progress_timeout_s = -1  # never fail because a shard is slow
         context.raise_original_map_exception = True  # else the last line of an error is "UDF failed"
-        batches = batches.map_batches(
-            exporting(stages.prepare, output),
-            batch_size=1,
-            batch_format="numpy",
-            num_cpus=TASK_CPUS,
-            concurrency=most,
-            max_retries=QUARANTINED_RETRIES,
-            **place,
-        )
         sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
         threads = {"max_concurrent_calls_per_actor": stages.calls, "enable_true_multi_threading": True}
         pool: dict[str, Any] = {**sizes, **(threads if stages.calls > 1 else {})}
@@ -179,18 +170,23 @@ def _dataset(stages: Stages, output: str, *, verbose: bool) -> Dataset:
 
 
 class ShardSource(Datasource):
-    """Ray Data source whose blocks are shards (see `read_blocks`).
+    """Ray Data source whose blocks are prepared shards.
 
-    A read task reads consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or more if a
-    single shard, row group or gzip file is larger.
+    A task calls `prepare` with consecutive shards of one file: at most `task_rows` rows and `task_bytes` bytes, or more
+    if a single shard, row group or gzip file is larger.
     """
 
-    def __init__(self, read: Read, task_rows: int, task_bytes: int, output: str) -> None:
+    def __init__(
+        self,
+        prepare: Prepare,
+        shards: Sequence[Shard],
+        files: Sequence[InputFile],
+        task_rows: int,
+        task_bytes: int,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        files = {file.url: file for file in read.files}
-        groups = group_shards(read.shards, read.files, task_rows, task_bytes)
-        self.tasks = [replace(read, shards=shards, files=[files[shards[0].url]]) for shards in groups]
-        self.output = output
+        self.prepare, self.files = prepare, {file.url: file for file in files}
+        self.tasks = group_shards(shards, files, task_rows, task_bytes)
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -200,17 +196,19 @@ class ShardSource(Datasource):
     ) -> list[ReadTask]:
         return [
             ReadTask(  # does not refer to self, which would be pickled into every task
-                partial(_read, task, self.output),
-                BlockMetadata(len(task.shards), size_bytes=None, input_files=(task.files[0].url,), exec_stats=None),
+                partial(self.prepare, shards, [self.files[shards[0].url]]),
+                BlockMetadata(len(shards), size_bytes=None, input_files=(shards[0].url,), exec_stats=None),
             )
-            for task in self.tasks
+            for shards in self.tasks
         ]
 
 
-def _read(task: Read, output: str) -> Iterator[pa.Table]:
-    """Read the shards of a task, in a worker process."""
+def _prepared(
+    prepare: ray.ObjectRef[Prepare], output: str, shards: Sequence[Shard], files: Sequence[InputFile]
+) -> Iterator[pa.Table]:
+    """Read and prepare the shards of a task, in a worker process."""
     metrics.install(ray_sink(output))
-    yield from read_blocks(task.files, task.shards, task.schema, task.storage)
+    yield from ray.get(prepare)(shards, files)
 
 
 def _place() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import string
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -77,14 +77,3 @@ class RayWorker(Worker):
 
     def export_metrics(self) -> None:
         metrics.install(ray_sink(self.output))
-
-
-def exporting(function: partial[Any], output: str) -> Callable[[Any], Any]:
-    """Wrap a stage's function so that worker processes export metrics. Keep the function's name, which Ray shows."""
-
-    def call(batch: Any) -> Any:
-        metrics.install(ray_sink(output))
-        return function(batch)
-
-    call.__name__ = function.func.__name__
-    return call

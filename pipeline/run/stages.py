@@ -1,13 +1,13 @@
 """Describes a job's stages and the backends that can run them. Does not import ray.
 
-read ──> prepare ──> generate        each batch that a stage passes to the next one holds one shard
+prepare ──> generate        each batch that a stage passes to the next one holds one shard
 """
 
 from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipeline.answer.coordinator import Coordinator, Workload
 from pipeline.answer.stage import ShardGenerator, Worker
 from pipeline.commit.sink import check_output, commit_shard
-from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
+from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
 from pipeline.plan.batching import Batching
@@ -33,22 +33,16 @@ ROWS_OF_SLOT = 4  # minimum ratio of rows sent to an actor with vLLM to its rows
 QUARANTINED_RETRIES = 1000  # retries of a prepare task or an actor call; high, because `Quarantine` limits deaths
 
 
-@dataclass(frozen=True)
-class Read:
-    """Input of read tasks: shards, the files that hold them, and the job's schema and storage settings."""
-
-    shards: Sequence[Shard]
-    files: Sequence[InputFile]
-    schema: pa.Schema
-    storage: StorageConfig
+Prepare = Callable[[Sequence[Shard], Sequence[InputFile]], Iterator[pa.Table]]
 
 
 @dataclass(frozen=True)
 class Stages:
     """The stages of a run, and their arguments."""
 
-    read: Read  # the shards to answer
-    prepare: partial[Any]  # function that prepares a batch
+    shards: Sequence[Shard]  # the shards to answer
+    files: Sequence[InputFile]  # the files that hold them
+    prepare: Prepare  # function that reads and prepares shards, and yields a table for each
     generator: Callable[..., Callable[[Any], Any]]  # class; each actor calls an instance of it for each batch
     arguments: Mapping[str, Any]  # arguments of `generator`
     actors: ActorsConfig
@@ -96,8 +90,9 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
         "price_per_hour": config.price_per_hour or 0.0,
     }
     return Stages(
-        Read(shards, manifest.files, manifest.schema, config.storage),
-        partial(prepare, spec=spec, quarantine=preparing),
+        shards,
+        manifest.files,
+        partial(prepare, schema=manifest.schema, storage=config.storage, spec=spec, quarantine=preparing),
         ShardGenerator,
         generate,
         config.actors,

@@ -40,7 +40,7 @@ class ShardLost(Exception):
 class Marker:
     """Content of a marker file: the state of one shard in one stage."""
 
-    run: str  # id of the run that wrote the marker
+    run: str  # id of the run that wrote the marker; "" if the attempt has ended
     alone: dict[int, int] = field(default_factory=dict)  # row that ran at a death -> deaths while it ran alone
     running: tuple[int, ...] | None = None  # rows of the running group; None while groups are not recorded
     outside: int = 0  # number of deaths while no group was running
@@ -84,8 +84,9 @@ class Quarantine:
     def begin(self, shard: int, rows: int) -> ShardAttempt:
         """Begin an attempt at a shard that has `rows` rows, and write its marker.
 
-        If this run's marker exists already, the previous attempt has died, because `release_shard` removes the markers
-        of finished shards. Raises ShardLost at the `attempts`-th death while no group was running.
+        If this run's marker exists already, the previous attempt has died, because `ShardAttempt.end` and
+        `release_shard` remove the markers of attempts that have ended. Raises ShardLost at the `attempts`-th death
+        while no group was running.
         """
         name, marker = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, marker.encode()):
@@ -136,6 +137,14 @@ class ShardAttempt:
         if self.isolated:
             self.marker = replace(self.marker, running=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
+
+    def end(self) -> None:
+        """Record that the attempt has ended: another attempt is then no sign of a death. Keep what rows have done."""
+        name = marker_name(self.shard, self.quarantine.stage)
+        if self.marker.alone:
+            self.quarantine.folder.replace(name, Marker("", self.marker.alone).encode())
+        else:
+            self.quarantine.folder.remove(name)
 
 
 def release_shard(folder: Folder, shard: int) -> None:

@@ -26,8 +26,9 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # before tests/, which has a folder of the package's name
@@ -48,13 +49,12 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from tiny_checkpoint import tiny_checkpoint  # noqa: E402
 
 from pipeline import job  # noqa: E402
-from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
+from pipeline.config.job import JobConfig  # noqa: E402
 from pipeline.input.files import InputFile, list_files  # noqa: E402
 from pipeline.input.shards import cut_shards  # noqa: E402
 from pipeline.plan.manifest import read_footers  # noqa: E402
-from pipeline.run.ray_data import READ_TASK_BYTES, READ_TASK_ROWS, ShardSource  # noqa: E402
+from pipeline.run.ray_data import TASK_BYTES, TASK_ROWS, ShardSource, _prepared  # noqa: E402
 from pipeline.run.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
-from pipeline.run.stages import Read  # noqa: E402
 
 NODE_ACTORS = 2
 NODE_SECONDS = 1.0  # that the sleeping engine takes for a shard
@@ -245,8 +245,7 @@ def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ]
     began = time.perf_counter()
     listed = cut_shards(files, 4_000, 64 * MIB)
-    schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
-    source = ShardSource(Read(listed, files, schema, StorageConfig()), READ_TASK_ROWS, READ_TASK_BYTES, "out")
+    source = ShardSource(partial(_prepared, cast(Any, None), "out"), listed, files, TASK_ROWS, TASK_BYTES)
     tasks = source.get_read_tasks(-1)
     figures = {
         "rows": rows,

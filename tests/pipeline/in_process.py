@@ -22,10 +22,9 @@ from pipeline.answer.coordinator import Coordinator, Workload
 from pipeline.answer.stage import Worker
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.input.rows import read_blocks
 from pipeline.report.summary import JobResult
 from pipeline.run import stages
-from pipeline.run.stages import Backend, Read, Stages
+from pipeline.run.stages import Backend, Stages
 from pipeline.runtime.signals import Interrupted, graceful
 
 
@@ -48,7 +47,7 @@ class InProcessSession:
             graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace,
             ThreadPoolExecutor(stages.calls) as calls,
         ):
-            for batch in map(stages.prepare, self._batches(stages.read)):
+            for batch in self._batches(stages):
                 running.append(calls.submit(generator, batch))
                 if len(running) == stages.calls:
                     running.popleft().result()
@@ -57,8 +56,8 @@ class InProcessSession:
         if grace.signal is not None:
             raise Interrupted(grace.signal)
 
-    def _batches(self, read: Read) -> Iterator[dict[str, Any]]:
-        for block in read_blocks(read.files, read.shards, read.schema, read.storage):
+    def _batches(self, stages: Stages) -> Iterator[dict[str, Any]]:
+        for block in stages.prepare(stages.shards, stages.files):
             if self.coordinator.stopped:
                 return
             yield {name: block[name].to_numpy() for name in block.column_names}

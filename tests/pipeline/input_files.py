@@ -8,6 +8,7 @@ import io
 import json
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.job import StorageConfig
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.shards import Shard
 from pipeline.storage.folder import filesystem
 
 
@@ -51,3 +54,21 @@ def uploaded(folder: Path, storage: StorageConfig) -> str:
     fs, inside = filesystem(root, storage)
     fs.put(f"{folder}/", inside, recursive=True)
     return root
+
+
+def stage_input(path: Path, *tables: pa.Table, first: int = 0) -> dict[str, Any]:
+    """Write a file with a row group for each table. Return arguments of `prepare` that make a shard of each.
+
+    first: index of the first shard.
+    """
+    with pq.ParquetWriter(path, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    ((url, (size, version)),) = list_files([str(path)], StorageConfig()).items()
+    file, schema = read_footer(url, size, version, StorageConfig())
+    starts = accumulate((table.num_rows for table in tables), initial=0)
+    shards = [
+        Shard(first + index, url, start, table.num_rows)
+        for index, (start, table) in enumerate(zip(starts, tables, strict=False))
+    ]
+    return {"shards": shards, "files": [file], "schema": schema, "storage": StorageConfig()}

@@ -6,7 +6,7 @@ import atexit
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class StaysAtExit(ShardGenerator):
         (Path(generator["checkpoint"].path).parent / STAYING).write_text(str(os.getpid()))
 
 
-def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
+def deadly_prepare(*rest: Any, **named: Any) -> Iterator[Any]:
     """Dies when the deadly row is tokenized."""
     whole = prepares.tokenize
 
@@ -76,7 +76,7 @@ def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
 
     prepares.tokenize = deadly
     try:
-        return prepare(*rest, **named)
+        yield from prepare(*rest, **named)
     finally:
         prepares.tokenize = whole
 

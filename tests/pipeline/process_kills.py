@@ -34,7 +34,7 @@ from pipeline.commit.sink import PART
 from pipeline.storage.folder import Folder
 
 ROOT = Path(__file__).parents[2]
-TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "ShardGenerator"}  # of Ray's workers
+TITLES = {"actor": "ShardGenerator", "prepare": "ReadShardSource", "write": "ShardGenerator"}  # of Ray's workers
 SLOWNESS = {"prepare": Slowness(prepare=0.6, answer=0.0, commit=0.0), "write": Slowness(commit=0.6)}
 LEFT_SECONDS = 300.0  # after which no process that a killed driver had started may be alive
 

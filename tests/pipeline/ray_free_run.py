@@ -37,7 +37,7 @@ class MadeUpSession(InProcessSession):
 
     def run(self, stages: Stages, workload: Workload, grace_seconds: float) -> None:
         commit = stages.arguments["commit"].keywords
-        self.answer(stages.read.shards, commit["folder"], commit["fingerprint"])
+        self.answer(stages.shards, commit["folder"], commit["fingerprint"])
 
 
 def run(values: dict[str, Any]) -> None:

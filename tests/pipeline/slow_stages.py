@@ -49,10 +49,9 @@ def _prepare(seconds: float) -> Any:
 
     @functools.wraps(original)
     def prepare(*arguments: Any, **named: Any) -> Any:
-        time.sleep(seconds / 2)
-        prepared = original(*arguments, **named)
-        time.sleep(seconds / 2)
-        return prepared
+        for block in original(*arguments, **named):
+            time.sleep(seconds)
+            yield block
 
     prepare.__module__ = "__main__"  # otherwise it is pickled by a name that leads to the original
     return prepare

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from input_files import stage_input
 from memory_folder import MemoryFolder
 from part_builders import LAYERS, Commits, part_spec, shard_batch, shard_generator
 from poison_stages import KILLER
@@ -32,10 +33,11 @@ from pipeline.answer.stats import KINDS, ShardStats, error_kinds, kind_of
 from pipeline.commit.records import commit_record, decode_record, encode_record
 from pipeline.input.rows import from_ipc
 from pipeline.prepare import prompts as prepares
+from pipeline.prepare import stage as prepare_stage
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, prepare_table
 from pipeline.prepare.stage import prepare
-from pipeline.runtime.quarantine import Quarantine
+from pipeline.runtime.quarantine import Quarantine, ShardLost
 
 
 def test_a_model_is_loaded_and_run_in_one_thread(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +161,9 @@ class Death(BaseException):
     """The process is no more."""
 
 
-def in_processes(call: Callable[[], Any]) -> Any:
+def in_processes(call: Callable[[], Any], killers: int = len(POISON)) -> Any:
     """What the call returns. Each death costs one process: one finds out, then three for each row that kills."""
-    for _ in range(1 + len(POISON) * (1 + 2)):
+    for _ in range(1 + killers * (1 + 2)):
         with suppress(Death):
             return call()
     return call()
@@ -180,7 +182,10 @@ def table() -> pa.Table:
     return pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts})
 
 
-def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_gives_up_only_the_rows_that_kill(
+    spec: PromptSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shards of a task: each death begins the task anew, and is no death of a shard that was prepared before."""
     want = prepare_table(table(), spec)
     tokenize = prepares.tokenize
 
@@ -191,14 +196,32 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
 
     monkeypatch.setattr(prepares, "tokenize", deadly)
     quarantine = Quarantine(MemoryFolder(), "run", 2, "prepare")
-    got = from_ipc(in_processes(lambda: prepare(shard_batch(3, table()), spec, quarantine))["rows"][0])
-    assert got.schema == want.schema
+    given = stage_input(tmp_path / "in.parquet", table(), table(), first=3)
+    blocks = in_processes(lambda: list(prepare(**given, spec=spec, quarantine=quarantine)), killers=2 * len(POISON))
     healthy = [row for row in range(ROWS) if row not in POISON]
-    assert got.take(healthy).to_pylist() == want.take(healthy).to_pylist()
-    for row in got.take(sorted(POISON)).to_pylist():
-        assert [row[name] for name in ADDED if name != ERROR] == [[], *[None] * (len(ADDED) - 2)]
-        assert row[ERROR] == GIVEN_UP
-    assert quarantine.folder.names("_job/quarantine") == ["000003.prepare.json"]  # until the shard is committed
+    for block in blocks:
+        got = from_ipc(block["rows"][0].as_py())
+        assert got.schema == want.schema
+        assert got.take(healthy).to_pylist() == want.take(healthy).to_pylist()
+        for row in got.take(sorted(POISON)).to_pylist():
+            assert [row[name] for name in ADDED if name != ERROR] == [[], *[None] * (len(ADDED) - 2)]
+            assert row[ERROR] == GIVEN_UP
+    # until the shards are committed
+    assert quarantine.folder.names("_job/quarantine") == ["000003.prepare.json", "000004.prepare.json"]
+
+
+def test_a_death_while_a_shard_is_read_fails_the_shard(
+    spec: PromptSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deadly(*_: Any) -> Iterator[Any]:
+        raise Death
+        yield
+
+    monkeypatch.setattr(prepare_stage, "read_shards", deadly)
+    given = stage_input(tmp_path / "in.parquet", table())
+    quarantine = Quarantine(MemoryFolder(), "run", 2, "prepare")
+    with pytest.raises(ShardLost, match="shard 0: its process died 2 times"):
+        in_processes(lambda: list(prepare(**given, spec=spec, quarantine=quarantine)))
 
 
 @pytest.mark.parametrize("samples", [1, 2])

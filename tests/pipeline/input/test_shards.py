@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from pipeline.answer.output import part_bytes, part_table
 from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, list_files, read_footer
-from pipeline.input.rows import from_ipc
+from pipeline.input.rows import read_shards
 from pipeline.input.shards import (
     Shard,
     cut_shards,
@@ -27,10 +28,14 @@ from pipeline.input.shards import (
     read_groups,
 )
 from pipeline.run.ray_data import ShardSource
-from pipeline.run.stages import Read
 
 LOCAL = StorageConfig()
 PROMPT = pa.schema([("prompt", pa.string())])
+
+
+def read_prompts(shards: Sequence[Shard], files: Sequence[InputFile]) -> Iterator[pa.Table]:
+    for shard, rows in read_shards(files, shards, PROMPT, LOCAL):
+        yield pa.table({"shard": [shard.index], "prompt": [rows["prompt"].to_pylist()]})
 
 
 def pinned(url: str, storage: StorageConfig = LOCAL) -> InputFile:
@@ -91,15 +96,10 @@ def test_shards_are_read_row_by_row(
     expected = [list(range(shard.first_row, shard.first_row + shard.rows)) for shard in shards]
     assert [table["id"].to_pylist() for table in tables] == expected
     assert all(table.column_names == ["id", "prompt"] for table in tables)
-    tasks = ShardSource(Read(shards, [file], PROMPT, LOCAL), task_rows, 2**30, "out").get_read_tasks(3)
+    tasks = ShardSource(read_prompts, shards, [file], task_rows, 2**30).get_read_tasks(3)
     blocks = [block for task in tasks for block in task()]
-    assert all(block.num_rows == 1 for block in blocks)
-    rows = [block.to_pylist()[0] for block in blocks]
-    assert [(row["shard"], row["url"], row["first_row"]) for row in rows] == [
-        (shard.index, shard.url, shard.first_row) for shard in shards
-    ]
-    prompts = [from_ipc(row["rows"])["prompt"].to_pylist() for row in rows]
-    assert prompts == [[f"prompt {one}" for one in some] for some in expected]
+    assert [block["shard"].to_pylist() for block in blocks] == [[shard.index] for shard in shards]
+    assert [block["prompt"][0].as_py() for block in blocks] == [[f"prompt {one}" for one in some] for some in expected]
     assert sum(task.metadata.num_rows or 0 for task in tasks) == len(shards)
 
 
@@ -115,7 +115,7 @@ def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
     assert rows_of(group_shards(shards, files, 100, 10**9)) == [[4] * 5] * 2
     assert rows_of(group_shards(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
     assert rows_of(group_shards(shards, files, 1, 1)) == [[4]] * 10
-    tasks = ShardSource(Read(shards, files, PROMPT, LOCAL), 8, 10**9, "out").get_read_tasks(1)
+    tasks = ShardSource(read_prompts, shards, files, 8, 10**9).get_read_tasks(1)
     assert [task.metadata.num_rows for task in tasks] == [2, 2, 1, 2, 2, 1]
     names = Counter(name for task in tasks for name in task.metadata.input_files or ())
     assert names == {"a": 3, "b": 3}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from in_process import job_config, run_in_process
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
+from pipeline.input.rows import read_shards
 from pipeline.input.shards import cut_shards
 from pipeline.run.ray_data import ShardSource
-from pipeline.run.stages import Read
 from pipeline.storage.folder import Folder, open_folder
 from pipeline.storage.parquet import parquet_bytes
 
@@ -45,12 +46,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Folder, Stora
 
 
 def tasks(place: tuple[Folder, StorageConfig]) -> list[Callable[[], Any]]:
-    """The read tasks of a job that has pinned the file: one a shard pair."""
+    """The tasks of a job that has pinned the file: one a shard pair."""
     folder, storage = place
     ((url, (size, version)),) = list_files([f"{folder.url}/in.parquet"], storage).items()
     file, _ = read_footer(url, size, version, storage)
-    read = Read(cut_shards([file], SHARD_ROWS, 2**30), [file], SCHEMA, storage)
-    return ShardSource(read, 2 * SHARD_ROWS, 2**30, "out").get_read_tasks(1)
+    read = partial(read_shards, schema=SCHEMA, storage=storage)
+    shards = cut_shards([file], SHARD_ROWS, 2**30)
+    return ShardSource(lambda some, files: read(files, some), shards, [file], 2 * SHARD_ROWS, 2**30).get_read_tasks(1)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

@@ -52,11 +52,11 @@ def test_a_pool_grows_and_shrinks_and_writes_the_same_bytes(
 
     output = tmp_path / "pool"
 
-    def with_a_pause(batch: Any, **arguments: Any) -> Any:
-        if batch["shard"][0] >= EARLY:
-            while not shrunk.exists():
+    def with_a_pause(*arguments: Any, **named: Any) -> Any:
+        for block in prepare(*arguments, **named):
+            while block["shard"][0].as_py() >= EARLY and not shrunk.exists():
                 time.sleep(0.1)
-        return prepare(batch, **arguments)
+            yield block
 
     sizes: list[tuple[int, int]] = []  # parts, actors
     shrunk = tmp_path / "shrunk"

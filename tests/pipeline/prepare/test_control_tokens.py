@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from input_files import stage_input
 from memory_probe import watch_peak
 from prompt_specs import spec_of
 from tokenizers import AddedToken
@@ -188,28 +190,27 @@ def test_added_tokens_that_the_chat_template_writes_are_control_tokens(chat_chec
 
 ENDLESS = """
 import os
+import pickle
 import sys
 from pathlib import Path
-import pyarrow as pa
 from pipeline.prepare import stage
 from pipeline.config.input import InputConfig
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR
-from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.input.rows import from_ipc
 from pipeline.runtime.quarantine import Quarantine
 from pipeline.storage.folder import LocalFolder
 stage.DEADLINE_SECONDS = 1.0
 forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 template = "{{ q }}{% if q == 'bad' %}" + forever + "{% endif %}"
-rows = to_ipc(pa.table({"q": ["good", "bad", "fine"]}))
-batch = {"shard": [0], "url": ["a"], "first_row": [0], "rows": [rows]}
+given = pickle.loads(Path(sys.argv[2], "given").read_bytes())
 quarantine = Quarantine(LocalFolder("out", Path(sys.argv[2])), "run", 2, "prepare")
 spec = PromptSpec(sys.argv[1], 300, 64, InputConfig(path=["in"], template=template))
 stage.tokenizer_of(sys.argv[1])  # its imports take seconds
 for _ in range(8):
     if os.fork() == 0:
-        [done] = stage.prepare(batch, spec, quarantine)["rows"]
-        print(from_ipc(done)[ERROR].to_pylist(), flush=True)
+        [block] = stage.prepare(**given, spec=spec, quarantine=quarantine)
+        print(from_ipc(block["rows"][0].as_py())[ERROR].to_pylist(), flush=True)
         os._exit(0)
     if os.wait()[1] == 0:
         break
@@ -218,6 +219,8 @@ for _ in range(8):
 
 def test_a_template_that_never_ends_costs_its_row_alone(checkpoint: Path, tmp_path: Path) -> None:
     """Its process ends at the deadline, and the next one prepares the shard again, as Ray does it."""
+    arguments = stage_input(tmp_path / "in.parquet", pa.table({"q": ["good", "bad", "fine"]}))
+    (tmp_path / "given").write_bytes(pickle.dumps(arguments))
     command = [sys.executable, "-c", ENDLESS, str(checkpoint), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "Timeout" in done.stderr

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from input_files import stage_input
 from memory_folder import MemoryFolder
 from prompt_specs import spec_of
 
@@ -24,13 +25,13 @@ from actors.engine.errors import UserError
 from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
-from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.input.rows import from_ipc
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
-from pipeline.runtime.quarantine import Quarantine
+from pipeline.runtime.quarantine import QUARANTINE, Quarantine
 from pipeline.storage.folder import LocalFolder
 
 CONTEXT, VOCABULARY = 64, 300
@@ -144,15 +145,15 @@ def test_the_planned_class_loads_what_auto_tokenizer_loads(
 
 def test_a_process_that_prepares_rows_imports_neither_torch_nor_models(checkpoint: Path, tmp_path: Path) -> None:
     known = known_tokenizer(ResolvedCheckpoint(inspect(checkpoint), str(checkpoint)))
-    batch = {"shard": [0], "url": ["u"], "first_row": [0], "rows": [to_ipc(pa.table({"prompt": ["a"]}))]}
+    given = stage_input(tmp_path / "in.parquet", pa.table({"prompt": ["a"]}))
     quarantine = Quarantine(LocalFolder(str(tmp_path), tmp_path), "run", 2, "prepare")
-    job = pickle.dumps((batch, replace(spec(checkpoint), checkpoint=known), quarantine))
+    job = pickle.dumps({**given, "spec": replace(spec(checkpoint), checkpoint=known), "quarantine": quarantine})
     run = subprocess.run(
         [
             sys.executable,
             "-c",
             "import pickle, sys; from pipeline.prepare.stage import prepare; "
-            "print(len(prepare(*pickle.load(sys.stdin.buffer))['rows'][0]), "
+            "print(sum(block.num_rows for block in prepare(**pickle.load(sys.stdin.buffer))), "
             "not {'torch', 'ray', 'transformers.modeling_utils'}.isdisjoint(sys.modules))",
         ],
         input=job,
@@ -160,7 +161,7 @@ def test_a_process_that_prepares_rows_imports_neither_torch_nor_models(checkpoin
         check=True,
     )
     length, is_heavy = run.stdout.decode().split()
-    assert int(length) > 0 and is_heavy == "False"
+    assert int(length) == 1 and is_heavy == "False"
 
 
 def test_values_that_python_cannot_hold_are_a_row_error(checkpoint: Path) -> None:
@@ -241,17 +242,18 @@ def test_a_row_is_prepared_independently_of_others(checkpoint: Path, prompts: li
         assert (error is None) == bool(ids)
 
 
-def test_the_stage_keeps_shards_whole(checkpoint: Path) -> None:
+def test_the_stage_yields_a_block_of_one_row_for_each_shard(checkpoint: Path, tmp_path: Path) -> None:
     tables = [pa.table({"prompt": ["a", None]}), pa.table({"prompt": ["b"]})]
-    rows = np.empty(2, dtype=object)
-    rows[:] = [to_ipc(table) for table in tables]
-    batch = {"shard": np.array([4, 5]), "url": np.array(["f", "g"]), "first_row": np.array([0, 8]), "rows": rows}
-    done = prepare(batch, spec(checkpoint), Quarantine(MemoryFolder(), "run", 2, "prepare"))
-    assert set(done) == {"shard", "url", "first_row", "rows", "prepare_seconds"}
-    assert done["shard"].tolist() == [4, 5] and done["first_row"].tolist() == [0, 8]
-    for table, data in zip(tables, done["rows"], strict=True):
-        assert from_ipc(data).equals(prepare_table(table, spec(checkpoint)))
-    assert done["prepare_seconds"].shape == (2,) and (done["prepare_seconds"] > 0).all()
+    given = stage_input(tmp_path / "in.parquet", *tables, first=4)
+    quarantine = Quarantine(MemoryFolder(), "run", 2, "prepare")
+    blocks = list(prepare(**given, spec=spec(checkpoint), quarantine=quarantine))
+    assert [row for block in blocks for row in block.drop(["rows", "prepare_seconds"]).to_pylist()] == [
+        {"shard": shard.index, "url": shard.url, "first_row": shard.first_row} for shard in given["shards"]
+    ]
+    for table, block in zip(tables, blocks, strict=True):
+        assert block["prepare_seconds"][0].as_py() > 0
+        assert from_ipc(block["rows"][0].as_py()).equals(prepare_table(table, spec(checkpoint)))
+    assert quarantine.folder.names(QUARANTINE) == []
 
 
 @pytest.mark.parametrize(
