@@ -20,7 +20,6 @@ class RunProgress:
     errors: int = 0
     tokens: int = 0
     loading: int = 0  # number of actors that are loading their model
-    download: str = ""  # latest progress line of a download
     at_work: int = 0  # shards that have begun and are not yet committed
     actors: int = 0  # number of actors that have loaded their model
     kinds: tuple[tuple[str, int], ...] = ()  # (kind of error, number of answers), most frequent first
@@ -48,7 +47,6 @@ class Coordinator:
         self.done: set[int] = set()
         self.stopped = False
         self.loads: dict[str | None, int] = {}
-        self.downloads: dict[str | None, str] = {}
         self.actors: set[str | None] = set()
         self.kinds = Counter[str]()
         self.example = ""
@@ -59,13 +57,8 @@ class Coordinator:
         self.loads[actor] = self.loads.get(actor, 0) + 1
         return self.loads[actor]
 
-    def downloading(self, actor: str | None, line: str) -> None:
-        """Store the latest progress line of an actor's checkpoint download."""
-        self.downloads[actor] = line
-
     def loaded(self, actor: str | None) -> None:
         """Note that an actor has loaded its model."""
-        self.downloads.pop(actor, None)
         self.loads.pop(actor, None)
         self.actors.add(actor)
 
@@ -119,7 +112,6 @@ class Coordinator:
         return replace(
             self.committed,
             loading=len(self.loads),
-            download=next(iter(self.downloads.values()), ""),
             at_work=len(self.at_work),
             actors=len(self.actors),
             kinds=tuple(self.kinds.most_common(SHOWN_KINDS)),

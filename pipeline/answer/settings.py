@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from actors.settings import EngineSettings
 from pipeline.checkpoints.resolve import fetch
 
 
-def fetched(settings: EngineSettings, report: Callable[[str], None] | None = None) -> EngineSettings:
+def fetched(settings: EngineSettings) -> EngineSettings:
     """Fetch checkpoint and speed adapter. Return the settings with local folders in place of these sources."""
     checkpoint, adapter = (
-        None if source is None else str(fetch(source, report=report))
-        for source in (settings.checkpoint, settings.speed_adapter)
+        None if source is None else str(fetch(source)) for source in (settings.checkpoint, settings.speed_adapter)
     )
     return replace(settings, checkpoint=checkpoint, speed_adapter=adapter)

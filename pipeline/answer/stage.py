@@ -10,10 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,14 @@ def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
 
 
 class _Turn:
-    """Two events of a shard, for which the next shard waits. drains: few rows wait. ended: all rows have ended."""
+    """The turn of a shard in an actor. The next shard waits for two events of this one.
 
-    def __init__(self) -> None:
+    drains: few rows wait, so that the next shard's rows may enter the engine. ended: this shard's rows have ended, so
+    that the next shard may be committed. before_ended: the previous shard's `ended`.
+    """
+
+    def __init__(self, before_ended: threading.Event) -> None:
+        self.before_ended = before_ended
         self.drains, self.ended = threading.Event(), threading.Event()
 
     def end(self) -> None:
@@ -134,8 +139,7 @@ class ShardGenerator:
         # One thread loads and runs the model, although Ray constructs and calls an actor in different threads: OpenMP
         # has a pool for each thread. With two torch threads, a model was half as fast outside its first thread.
         self.thread = ThreadPoolExecutor(1, "generator")
-        settings = fetched(settings, partial(coordinator.downloading, actor))
-        self.generator = self.thread.submit(Generator, settings).result()
+        self.generator = self.thread.submit(Generator, fetched(settings)).result()
         self.loaded = time.time()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -144,7 +148,7 @@ class ShardGenerator:
             gc.freeze()
             # end the process before Ray's exit handlers, which may wait for a lock for ever
             atexit.register(os._exit, 0)
-        self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
+        self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(threading.Event()), 0.0
         self._last_turn.end()
         self._shown = 0.0  # time of the last example answer
         coordinator.loaded(actor)
@@ -155,50 +159,70 @@ class ShardGenerator:
         committed = []
         for index, url, first_row, data, seconds in zip(*columns, strict=True):
             rows = from_ipc(data)
-            if self._committed(Shard(int(index), str(url), int(first_row), rows.num_rows), rows, float(seconds)):
+            if self._answer_and_commit(
+                Shard(int(index), str(url), int(first_row), rows.num_rows), rows, float(seconds)
+            ):
                 committed.append(index)
         return {"shard": np.array(committed, dtype=np.int64)}
 
-    def _committed(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
+    def _answer_and_commit(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
         """Answer and commit a shard. Return False if the coordinator does not let the shard begin."""
-        asked, turn = prompts(rows, shard), _Turn()
+        asked = prompts(rows, shard)
+        with self._turn(shard) as turn:
+            if not self.coordinator.begin(shard.index):
+                return False
+            began = time.perf_counter()
+            answers, engine, alone = self._answer_shard(shard, asked, turn)
+            self._show(asked, answers)
+            table = part_table(rows, answers, self.part, shard)
+            data = part_bytes(table, self.part, shard)
+            measured = {**self._measured(engine, began, alone), "prepare_seconds": prepare_seconds}
+            measured["control_tokens"] = lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0
+            self.commit(shard, data, ShardStats.of_run(shard.index, table, measured))
+            return True
+
+    @contextmanager
+    def _turn(self, shard: Shard) -> Iterator[_Turn]:
+        """Wait until the shard may begin, and end its turn after the `with` block."""
         with self._turns:
-            before, self._last_turn = self._last_turn, turn
+            before = self._last_turn
+            turn = self._last_turn = _Turn(before.ended)
         try:
             before.drains.wait()
             if not before.ended.is_set() and self.quarantine.knows(shard.index):
                 before.ended.wait()  # run this shard alone, so that only its rows can cause a death
-            if not self.coordinator.begin(shard.index):
-                return False
-            began, alone = time.perf_counter(), before.ended.is_set()
-            attempt = self.quarantine.begin(shard.index, shard.rows)  # must precede any step that may kill this process
-            answers, engine = self._answers(attempt, asked, turn)
-            with self._turns:  # no rates are computed for a shard that overlaps with another one
-                alone = alone and (self._last_turn is turn or not turn.drains.is_set())
-            _check_rows(answers, shard)
-            before.ended.wait()
-            if not attempt.isolated:
-                turn.end()  # not of an isolated shard: it would be blamed for deaths that the next shard causes
-            table = part_table(rows, answers, self.part, shard)
-            data = part_bytes(table, self.part, shard)
-            for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
-                metrics.add(name, getattr(engine, name))
-            metrics.add("seconds", engine.prefill_seconds, part="prefill")
-            metrics.add("seconds", engine.decode_seconds, part="decode")
-            measured = {**self._measured(engine, began, alone), "prepare_seconds": prepare_seconds}
-            measured["control_tokens"] = lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0
-            self._show(asked, answers)
-            self.commit(shard, data, ShardStats.of_run(shard.index, table, measured))
-            return True
+            yield turn
         finally:
             before.ended.wait()
             turn.end()
 
-    def _answers(self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats]:
+    def _answer_shard(self, shard: Shard, asked: list[Prompt], turn: _Turn) -> tuple[list[Answer], EngineStats, bool]:
+        """Return a shard's answers, statistics, and whether it shared no step with another shard.
+
+        Return after the previous shard has ended. The next shard may then be committed.
+        """
+        alone = turn.before_ended.is_set()
+        attempt = self.quarantine.begin(shard.index, shard.rows)  # must precede any step that may kill this process
+        answers, engine = self._answer_in_groups(attempt, asked, turn)
+        with self._turns:  # no rates are computed for a shard that overlaps with another one
+            alone = alone and (self._last_turn is turn or not turn.drains.is_set())
+        _check_rows(answers, shard)
+        for name in ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps"):
+            metrics.add(name, getattr(engine, name))
+        metrics.add("seconds", engine.prefill_seconds, part="prefill")
+        metrics.add("seconds", engine.decode_seconds, part="decode")
+        turn.before_ended.wait()
+        if not attempt.isolated:
+            turn.end()  # not of an isolated shard: it would be blamed for deaths that the next shard causes
+        return answers, engine, alone
+
+    def _answer_in_groups(
+        self, attempt: ShardAttempt, rows: list[Prompt], turn: _Turn
+    ) -> tuple[list[Answer], EngineStats]:
         """Return answers, sorted by row, and statistics. An isolated attempt runs and records its rows in groups."""
         among = [row.ids for row in rows if row.error is None]  # so that groups share the same prefixes as the whole
         if not attempt.isolated:
-            return self._answer(rows, among, on_drain=turn.drains.set)
+            return self._answer_rows(rows, among, on_drain=turn.drains.set)
         answers, stats = list[Answer](), EngineStats()
         for group in filter(None, [tuple(attempt.errors), *attempt.groups]):
 
@@ -206,12 +230,12 @@ class ShardGenerator:
                 attempt.enter([group[position] for position in positions])
 
             asked = [replace(rows[row], error=attempt.errors.get(row, rows[row].error)) for row in group]
-            of_group, counted = self._answer(asked, among, on_batch=enter)
+            of_group, counted = self._answer_rows(asked, among, on_batch=enter)
             answers += [replace(answer, row=group[answer.row]) for answer in of_group]
             stats = stats.plus(counted)
         return sorted(answers, key=lambda answer: answer.row), stats  # stable sort: a row's samples stay in order
 
-    def _answer(
+    def _answer_rows(
         self, rows: list[Prompt], among: Sequence[Sequence[int]], **told: Callable[..., None]
     ) -> tuple[list[Answer], EngineStats]:
         """Answer rows in the model's thread. among, told: see `Generator.begin`."""

@@ -71,8 +71,6 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
     """Return what a run without commits waits for: as one word, and as a text for the progress line."""
     if run.at_work:
         return "answering", f"answering {counted(run.at_work, 'shard')}"
-    if run.download:
-        return "downloading", run.download
     if run.loading:
         return "loading", f"loading the model in {counted(run.loading, 'actor')}"
     return "starting", "starting workers, preparing the first shard"

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,11 +21,9 @@ import boto3
 import pytest
 from cli_command import wait_until
 from hub_server import REPO, Hub, running_hub
-from part_builders import Commits, part_spec, shard_generator
 from transformers import AutoModelForCausalLM
 
 from actors.engine.model.weights import StoredTensor, folder_tensors
-from pipeline.answer.coordinator import Coordinator
 from pipeline.checkpoints import resolve
 from pipeline.checkpoints import stores as checkpoint_stores
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
@@ -353,32 +350,6 @@ def test_a_download_logs_its_progress(
     with caplog.at_level(logging.INFO), resolve.download_progress("s3://b/m", 4 * 2**20, tmp_path):
         (tmp_path / ".part.incomplete").write_bytes(bytes(2**21))
         wait_until(lambda: "downloading s3://b/m: 2 MiB of 4 MiB" in caplog.messages[1:], every=0.01)
-
-
-def test_an_actor_reports_its_download_to_the_coordinator(
-    checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = put(checkpoint, "s3://bucket/download", s3)
-    source = find(url, s3).pinned()
-    lines: list[str] = []
-
-    class Recorder(Coordinator):
-        def downloading(self, actor: str | None, line: str) -> None:
-            lines.append(line)
-
-    original = BucketStore.download
-
-    def wait_for_a_line(store: BucketStore, files: Any, folder: Path) -> Path:
-        while not lines:
-            time.sleep(0.01)
-        return original(store, files, folder)
-
-    monkeypatch.setattr(resolve, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
-    coordinator = Recorder()
-    settings = {"checkpoint": source, "dtype": "float32", "threads": 1}
-    shard_generator(settings, part_spec(), Commits(), coordinator=coordinator)
-    assert lines[0].startswith(f"downloading {url}: 0 MiB of ") and coordinator.read().loading == 0
 
 
 @pytest.fixture

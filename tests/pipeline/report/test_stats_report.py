@@ -241,7 +241,6 @@ def test_rates_are_those_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) ->
     [
         (RunProgress(), "starting workers, preparing the first shard"),
         (RunProgress(loading=2), "loading the model in 2 actors"),
-        (RunProgress(loading=2, download="downloading x@y: 1 of 2 GiB"), "downloading x@y: 1 of 2 GiB"),
         (RunProgress(at_work=3), "answering 3 shards"),
     ],
 )
@@ -294,8 +293,6 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator = Coordinator()
     assert coordinator.read() == RunProgress()
     assert coordinator.loading("a") == 1 and coordinator.read().loading == 1
-    coordinator.downloading("a", "1 of 2 GiB")
-    assert coordinator.read().download == "1 of 2 GiB"
     coordinator.loaded("a")
     assert coordinator.read() == RunProgress(actors=1)
     assert coordinator.begin(0) and coordinator.begin(1) and coordinator.begin(2)
