@@ -32,7 +32,7 @@ def report(
         ),
     ] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not for running jobs.")
+        bool, typer.Option("--write", help="Also write _job/stats.pq and _job/summary.json; not for running jobs.")
     ] = False,
     html: Annotated[bool, typer.Option("--html", help="Instead of statistics, write _job/report.html.")] = False,
     to: Annotated[Path | None, typer.Option("--to", help="With --html: write the page to this local file.")] = None,

@@ -15,7 +15,7 @@ from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import FileInfo, Folder, write_json
 from pipeline.storage.parquet import parquet_bytes
 
-STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
+STATS, SUMMARY = "_job/stats.pq", "_job/summary.json"
 
 
 class RowsMissing(Exception):

@@ -1,7 +1,7 @@
 """Stores commit records: one small file per shard. While the job runs, they are merged into segments (compaction).
 
-    _job/commits/000123.json          the record of one shard, written by the actor that committed the shard
-    _job/segments/<sha256>.parquet    a segment: many records in one file, named by its digest; replaces small files
+    _job/commits/000123.json     the record of one shard, written by the actor that committed the shard
+    _job/segments/<sha256>.pq    a segment: many records in one file, named by its digest; replaces small files
 
 A record may be in both a small file and a segment, or in two segments, for example after a crash during compaction.
 Such copies are harmless. A lost record is rebuilt from the shard's output file (part). Without segments, it would take
@@ -130,11 +130,11 @@ def _read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table
 
 def segments(folder: Folder) -> list[str]:
     """Return the names of all segments."""
-    return [f"{SEGMENTS}/{name}" for name in folder.names(SEGMENTS) if DIGEST.fullmatch(name.removesuffix(".parquet"))]
+    return [f"{SEGMENTS}/{name}" for name in folder.names(SEGMENTS) if DIGEST.fullmatch(name.removesuffix(".pq"))]
 
 
 def _segment_name(data: bytes) -> str:
-    return f"{SEGMENTS}/{hashlib.sha256(data).hexdigest()}.parquet"
+    return f"{SEGMENTS}/{hashlib.sha256(data).hexdigest()}.pq"
 
 
 def read_all(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:

@@ -55,7 +55,7 @@ Check = Literal["quick", "digests", "repair"]
 PARTS_AT_ONCE = 8  # maximum number of parts (output files) in memory at the same time
 PART = re.compile(r"part-\d{6,}\.parquet")
 OWN = re.compile(  # names of files in `_job` that jobs write
-    r"(job|summary|results|runs|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
+    r"(job|summary|results|runs|prediction|products-.+)\.json|(plan|inputs|stats)\.pq|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
 
@@ -226,7 +226,7 @@ def damaged_parts(
 def set_aside(folder: Folder, name: str) -> None:
     """Move a damaged file to the folder `DAMAGED`: copy it, check the copy, then remove the file."""
     data = folder.read(name)
-    copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    copy = f"{DAMAGED}/{name.removesuffix('.parquet')}-{hashlib.sha256(data).hexdigest()[:16]}.pq"
     folder.create(copy, data)
     if folder.read(copy) != data:
         raise OSError(f"{folder.url}/{copy}: the copy differs from {name}, so {name} was not removed")

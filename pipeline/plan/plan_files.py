@@ -1,7 +1,7 @@
 """Saves and loads the files of a plan in an output folder.
 
-    _job/inputs.parquet, plan.parquet, schema.arrow     input files; shards; types of the columns that are read
-    _job/job.json                                       identity, batching, and digests of the three other files
+    _job/inputs.pq, plan.pq, schema.arrow     input files; shards; types of the columns that are read
+    _job/job.json                             identity, batching, and digests of the three other files
 
 When a plan is loaded, every file is compared with its digest: a flipped bit could make the job lose or repeat rows.
 """
@@ -25,8 +25,8 @@ from pipeline.plan.manifest import ANSWERS_VERSION, Manifest
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import parquet_bytes, read_parquet
 
-JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 7
+JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.pq", "_job/inputs.pq", "_job/schema.arrow"
+FORMAT = 8
 CHECK = ',\n  "check": "'  # last key in job.json; its value is the digest of all bytes before this text
 
 
@@ -127,7 +127,7 @@ _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", 
 
 
 def _shards(table: pa.Table) -> list[Shard]:
-    """Return the shards in plan.parquet. To save memory, all shards of a file share one URL string."""
+    """Return the shards in plan.pq. To save memory, all shards of a file share one URL string."""
     urls: dict[str, str] = {}
     columns = (table[name].to_pylist() for name in _SHARDS.names)
     return [Shard(index, urls.setdefault(url, url), *rows) for index, url, *rows in zip(*columns, strict=True)]

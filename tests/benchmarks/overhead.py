@@ -113,7 +113,7 @@ def run_job(given: argparse.Namespace, folder: Path, values: dict[str, Any]) -> 
     in_process = [str(Path(__file__).resolve()), "--system", JOB, "--folder", str(folder)]
     ray_job = ["-m", "pipeline", "run", str(file)]
     whole = command(given, folder, *(ray_job if find_spec("ray") else in_process))
-    return {"command_s": whole}, pq.read_table(Path(values["output"]["path"]) / "_job" / "stats.parquet")
+    return {"command_s": whole}, pq.read_table(Path(values["output"]["path"]) / "_job" / "stats.pq")
 
 
 def by_job(given: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def run_job(one: JobConfig, cpus: int | None = None) -> dict[str, Any]:
             )
         outcome = job.run(one)
     seconds = time.time() - began
-    stats = pq.read_table(Path(one.output.path, "_job/stats.parquet"))
+    stats = pq.read_table(Path(one.output.path, "_job/stats.pq"))
     rows, shards = outcome.totals.rows, outcome.totals.shards
     ends = sorted(stats["finished"].to_pylist())
     flowing = ends[len(ends) // 10 :]  # by then all workers of all stages have started

@@ -84,7 +84,7 @@ def start(file: Path) -> subprocess.Popen[str]:
 def shards(output: str) -> list[dict[str, Any]]:
     """What the statistics count, a shard a row, without times and places."""
     counts = ("rows", "errors", "prompt_tokens", "generated_tokens", "decode_steps", "layer_steps", "mean_depth")
-    table = pq.read_table(Path(output) / "_job" / "stats.parquet")
+    table = pq.read_table(Path(output) / "_job" / "stats.pq")
     return table.select([name for name in counts if name in table.column_names]).to_pylist()
 
 

@@ -129,7 +129,7 @@ def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
 
 def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
     commit_made_up_parts(SHARDS, folder)
-    for name in ("_SUCCESS", "_job/job.json", "_job/plan.parquet", "_job/lease/000001.json"):
+    for name in ("_SUCCESS", "_job/job.json", "_job/plan.pq", "_job/lease/000001.json"):
         folder.replace(name, b"x")
     for name in ("notes.txt", "other.parquet"):
         folder.replace(name, b"x")

@@ -225,7 +225,7 @@ def test_a_pool_that_may_grow_uses_a_node_that_joins(cluster: LocalCluster, chec
 
     wait_until(ended, every=1)
     assert_every_row_once(tmp_path, rows)
-    stats = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet").to_pylist()
+    stats = pq.read_table(tmp_path / "out" / "_job" / "stats.pq").to_pylist()
     head = min(stats, key=lambda one: one["started"])["node"]
     elsewhere = [one for one in stats if one["node"] != head]
     assert elsewhere

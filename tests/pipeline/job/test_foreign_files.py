@@ -140,7 +140,7 @@ def test_a_half_done_job_with_a_damaged_plan_is_refused_and_answers_nothing(conf
     output = Path(config.output.path)
     (output / "_SUCCESS").unlink()
     (output / "part-000001.parquet").unlink()
-    plan = output / "_job" / "plan.parquet"
+    plan = output / "_job" / "plan.pq"
     data = bytearray(plan.read_bytes())
     data[len(data) // 2] ^= 4
     plan.write_bytes(bytes(data))

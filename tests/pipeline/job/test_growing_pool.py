@@ -74,7 +74,7 @@ def test_a_pool_grows_and_shrinks_and_writes_the_same_bytes(
     with slowed(Slowness(prepare=0, answer=2.0, commit=0)):
         monkeypatch.setattr(stages, "prepare", with_a_pause)
         jobs.run(pool)
-    assert len(set(pq.read_table(output / "_job/stats.parquet")["actor"].to_pylist())) == 2
+    assert len(set(pq.read_table(output / "_job/stats.pq")["actor"].to_pylist())) == 2
     until_the_pause = [actors for done, actors in sizes if done <= EARLY]
     grown = until_the_pause.index(2)
     assert set(until_the_pause[:grown]) == {1}, "it begins with one actor"

@@ -154,7 +154,7 @@ def test_two_actors_on_ray_write_the_same_parts_and_leave_the_callers_settings(
     assert outcome.fresh_rows == ROWS
     for name in ("rows", "errors", "generated_tokens", "layer_steps", "full_layer_steps"):
         assert getattr(outcome.totals, name) == getattr(alone.totals, name), name
-    table = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet")
+    table = pq.read_table(tmp_path / "out" / "_job" / "stats.pq")
     assert set(table["attempt"].to_pylist()) == {1} and min(table["commit_seconds"].to_pylist()) > 0
     assert set(table["device"].to_pylist()) <= TWO  # one actor may have answered all before the other was ready
     assert jobs.run(job).fresh_rows == 0
@@ -185,8 +185,9 @@ def test_resume_answers_only_what_is_left(
     assert (again.totals.rows, again.totals.errors) == (ROWS, 2)
     assert again.totals.layer_steps == first.totals.layer_steps
     assert again.totals.full_layer_steps == first.totals.full_layer_steps
-    rebuilt = pq.read_table(copy / "_job" / "stats.parquet").to_pylist()[2]
+    rebuilt = pq.read_table(copy / "_job" / "stats.pq").to_pylist()[2]
     assert rebuilt["rebuilt"]
+    assert sorted(path.name for path in copy.rglob("*.parquet")) == sorted(parts(copy)), "tables of the job's own"
 
 
 @pytest.mark.slow
@@ -203,7 +204,7 @@ def test_actors_that_ask_for_half_a_gpu_see_their_own(
         shard_rows=4,  # small enough that every actor answers some
     )
     assert jobs.run(job).totals.rows == ROWS
-    assert set(pq.read_table(tmp_path / "_job" / "stats.parquet")["device"].to_pylist()) == TWO
+    assert set(pq.read_table(tmp_path / "_job" / "stats.pq")["device"].to_pylist()) == TWO
 
 
 def test_placement_is_checked_before_it_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def start(cluster: LocalCluster, config: JobConfig) -> Command:
 def answered_before(config: JobConfig) -> list[int]:
     """Of each part: how many other shards were answered between its shard's last answer and its creation."""
     output = Path(config.output.path)
-    stats = pq.ParquetFile(output / "_job" / "stats.parquet").read(["shard", "finished"]).to_pylist()
+    stats = pq.ParquetFile(output / "_job" / "stats.pq").read(["shard", "finished"]).to_pylist()
     answered = [one["finished"] for one in stats]
     created = [(output / part_name(one["shard"])).stat().st_mtime for one in stats]
     return [sum(first < other < last for other in answered) for first, last in zip(answered, created, strict=True)]

@@ -124,7 +124,7 @@ def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: An
 def test_a_run_that_died_before_its_success_stops_no_later_one(
     inbox: Inbox, flow: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record, part, plan = "_job/commits/000000.json", "part-000000.parquet", "_job/plan.parquet"
+    record, part, plan = "_job/commits/000000.json", "part-000000.parquet", "_job/plan.pq"
     cases = [
         ([record], ""),
         ([record, part], f"{part} is missing: run "),

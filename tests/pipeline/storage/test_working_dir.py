@@ -205,7 +205,7 @@ def test_nightly_runs_know_the_files_of_earlier_submits(
     unpack("_ray_pkg_3")
     assert call("run", "job.yaml")[0] == 0
     runs = sorted(path.parent for path in (tmp_path / "out").glob("*/_SUCCESS"))
-    files = [pq.read_table(run / "_job" / "inputs.parquet")["url"].to_pylist() for run in runs]
+    files = [pq.read_table(run / "_job" / "inputs.pq")["url"].to_pylist() for run in runs]
     assert files == [["working-dir://./inbox/a.parquet"], ["working-dir://./inbox/b.parquet"]]
 
 
