@@ -35,7 +35,7 @@ from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend, job_stages
 from pipeline.runtime.quarantine import clear_quarantine
 from pipeline.runtime.signals import interruptible
-from pipeline.storage.folder import Folder, check_location, make_writable, open_folder, probe_create
+from pipeline.storage.folder import Folder, check_location, make_writable, open_folder
 from pipeline.storage.working_dir import check_outlives_job
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
     if left:
         folder.remove(SUCCESS)  # the file exists if a finished job has lost parts
         job = replace(job, config=job.config.model_copy(update={"storage": job.config.storage.after_planning()}))
-        folder = probe_create(open_folder(folder.url, job.config.storage))
+        folder = open_folder(folder.url, job.config.storage)
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
         with (
             recorded_run(folder, job.config, job.began, left_rows),

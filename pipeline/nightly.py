@@ -45,7 +45,7 @@ from pipeline.plan.manifest import Manifest, NoRows
 from pipeline.report.summary import JobResult
 from pipeline.run.stages import Backend
 from pipeline.runtime.signals import interruptible
-from pipeline.storage.folder import Folder, make_writable, open_folder, probe_create, read_json, write_json
+from pipeline.storage.folder import Folder, make_writable, open_folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 FORMAT = 4
@@ -292,7 +292,7 @@ def _answer(
 
     def begin() -> None:
         if ledger.root is None:
-            probe_create(root).create(ROOT, (json.dumps({"format": FORMAT, "root": base}) + "\n").encode())
+            root.create(ROOT, (json.dumps({"format": FORMAT, "root": base}) + "\n").encode())
 
     base = ledger.root or input_root(config.input, config.storage, files)
     output = config.output.model_copy(update={"path": f"{root.url.rstrip('/')}/{name}"})

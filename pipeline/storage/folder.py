@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -28,7 +27,6 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import ConditionRefused, StoreFailed
 from pipeline.storage.working_dir import URL, unpacked
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 BULK = 1000  # maximum number of objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # errors of a disk or an object store; s3fs turns most of them into OSErrors
@@ -170,12 +168,11 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket; see `LocalFolder` for the methods. conditional: whether conditional puts work."""
+    """A prefix in an S3 bucket; see `LocalFolder` for the methods."""
 
     url: str
     fs: Any
     path: str
-    conditional: bool = True
 
     def read(self, name: str) -> bytes:
         # one connection, because fsspec requests the size first if it may use several
@@ -187,16 +184,6 @@ class ObjectFolder:
         return file
 
     def create(self, name: str, data: bytes) -> bool:
-        if self.conditional:
-            # after ConditionRefused, try a plain put: it fails too if the store refused for another reason
-            with suppress(ConditionRefused):
-                return self.put_if_absent(name, data)
-        if self.exists(name):
-            return False
-        self.replace(name, data)
-        return True
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
         """Create a file with a conditional put. Raises ConditionRefused if the store does not support such puts."""
         try:
             self._put(name, data, mode="create")
@@ -295,23 +282,6 @@ def write_json(folder: Folder, name: str, values: Any, indent: int = 1) -> None:
     folder.replace(name, (json.dumps(values, indent=indent) + "\n").encode())
 
 
-def probe_create(folder: Folder) -> Folder:
-    """Test whether `create` refuses to replace a file, and return the folder.
-
-    If `create` replaces a file, log a warning, and return a folder whose `create` first looks for an existing file.
-    """
-    name = f"_job/probe-{uuid.uuid4().hex}"
-    create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create
-    try:
-        with suppress(ConditionRefused):
-            if create(name, b"1") and not create(name, b"2"):
-                return folder
-    finally:
-        folder.remove(name)
-    log.warning("%s: this store ignores conditional puts, so never start two runs in this folder at once", folder.url)
-    return replace(folder, conditional=False) if isinstance(folder, ObjectFolder) else folder
-
-
 def check_location(folder: Folder) -> None:
     """Raise UserError if a local folder's path is a file, or the user may not create the folder. Write nothing."""
     if not isinstance(folder, LocalFolder):
@@ -326,18 +296,24 @@ def check_location(folder: Folder) -> None:
 
 
 def make_writable(folder: Folder) -> None:
-    """Create a local folder, and write a test file in it. Raises UserError if the folder is not writable."""
-    if not isinstance(folder, LocalFolder):
-        return
-    probe = f"_job/probe-{uuid.uuid4().hex}"  # not in _job/tmp: some file systems have links only within a folder
+    """Create a folder, and check with a test file that `create` works and never replaces a file.
+
+    Raises UserError if a local folder is not writable, or if a store has no conditional puts.
+    """
+    name = f"_job/probe-{uuid.uuid4().hex}"  # not in _job/tmp: some file systems have links only within a folder
     try:
         try:
-            folder.create(probe, b"")
+            folder.create(name, b"1")
         except FileNotFoundError:  # try again: another run may just have removed temporary files
-            folder.create(probe, b"")
-        folder.remove(probe)
+            folder.create(name, b"1")
+        is_conditional = not folder.create(name, b"2")
+        folder.remove(name)
+    except ConditionRefused:
+        folder.replace(name, b"3")  # fails too if the store refused for another reason
+        folder.remove(name)
+        is_conditional = False
     except OSError as error:
-        if error.errno in FULL:
+        if not isinstance(folder, LocalFolder) or error.errno in FULL:
             raise
         if error.errno in NO_LINKS:
             raise UserError(
@@ -345,3 +321,8 @@ def make_writable(folder: Folder) -> None:
                 "needs one; choose a local disk, NFS or s3://"
             ) from None
         raise UserError(f"output.path: {folder.path} cannot be written: {error.strerror}") from None
+    if not is_conditional:
+        raise UserError(
+            f"output.path: the store of {folder.url} has no conditional puts (If-None-Match: *), without which two "
+            "runs could write the same rows; choose another store"
+        )

@@ -18,7 +18,7 @@ from infra_files import INFRA
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
 from pipeline.input.shards import cut_shards, read_groups
-from pipeline.storage.folder import open_folder, probe_create
+from pipeline.storage.folder import make_writable, open_folder
 from pipeline.storage.parquet import parquet_bytes
 
 BUCKET = "example-bucket"
@@ -87,7 +87,7 @@ def test_every_call_of_a_job_is_allowed(calls: list[tuple[str, str]]) -> None:
     assert sum(table.num_rows for table in read_groups(cut_shards([file], 1, 2**20), ["prompt"], storage)) == 2
     folder = open_folder("s3://example-bucket/answers/run-1", storage)
     assert folder.names() == []
-    assert probe_create(folder) is folder
+    make_writable(folder)
     assert folder.create("part-000000.parquet", b"x" * 2**21)
     folder.replace("_job/lease/000001.json", b"{}")
     assert folder.read("_job/lease/000001.json") == b"{}"

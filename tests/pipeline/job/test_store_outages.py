@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import pickle
 import socket
 import ssl
@@ -15,17 +14,20 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from fault_proxy import DENIED, RESET, SLOW_DOWN, TRUNCATED, Fault, Proxy, Request, fault_proxy, refusal
+from in_process import invoke, job_values
 from moved_clock import Clock
 
+from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.input.shards import Shard, read_groups
 from pipeline.storage.errors import StoreFailed
-from pipeline.storage.folder import Folder, ObjectFolder, open_folder, probe_create
+from pipeline.storage.folder import Folder, make_writable, open_folder
 from pipeline.storage.parquet import parquet_bytes
 
 TAKEN = refusal(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
@@ -143,21 +145,29 @@ def test_every_final_error_names_the_url(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("answer", [refusal(501, "NotImplemented"), refusal(400, "InvalidRequest")])
-def test_a_store_that_refuses_conditions_is_one_that_ignores_them(
-    proxy: Proxy, answer: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_refuses_conditions_is_refused(proxy: Proxy, answer: bytes) -> None:
     proxy.script = lambda request: answer if request.conditional else None
-    unprobed = new_folder(proxy.url, 5)
-    with caplog.at_level(logging.WARNING):
-        probed = probe_create(unprobed)
-    assert len(caplog.records) == 1 and "conditional puts" in caplog.text
-    assert isinstance(probed, ObjectFolder) and not probed.conditional and unprobed != probed
-    elsewhere = pickle.loads(pickle.dumps(probed))  # as in a worker
-    proxy.requests.clear()
-    assert probed.create("a", b"1") and not elsewhere.create("a", b"2") and elsewhere.create("b", b"2")
-    assert not any(request.conditional for request in proxy.requests)
-    assert not unprobed.create("a", b"3") and unprobed.create("c", b"3")
-    assert [probed.read(name) for name in "abc"] == [b"1", b"2", b"3"]
+    folder = new_folder(proxy.url, 5)
+    with pytest.raises(UserError, match=rf"output\.path: the store of {folder.url} has no conditional puts"):
+        make_writable(folder)
+    assert folder.names("_job") == []
+    with pytest.raises(StoreFailed):
+        folder.create("a", b"1")
+    proxy.script = lambda request: refusal(400, "InvalidRequest") if request.method == "PUT" else None
+    with pytest.raises(StoreFailed, match="InvalidRequest: no"):
+        make_writable(folder)
+
+
+def test_a_job_on_a_store_without_conditions_is_refused_before_its_lease(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    proxy.script = lambda request: refusal(501, "NotImplemented") if request.conditional else None
+    folder = new_folder(proxy.url, 5)
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    storage = {"endpoint_url": proxy.url}
+    result = invoke(tmp_path, job_values(tmp_path / "in.parquet", folder.url, checkpoint, storage=storage))
+    assert result.exit_code == 2 and "output.path" in result.stderr, result.output
+    assert folder.names("_job") == folder.names("_job/lease") == []
 
 
 def test_missing_credentials_are_refused_at_once_and_waited_for_in_a_job_that_runs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_folder import MemoryFolder, outcome
 
+from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
-from pipeline.storage.folder import Folder, LocalFolder, ObjectFolder, filesystem, open_folder, probe_create
+from pipeline.storage.folder import Folder, LocalFolder, ObjectFolder, filesystem, make_writable, open_folder
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 from pipeline.storage.s3 import PatientS3FileSystem
 
@@ -67,10 +67,9 @@ def test_some_bytes_of_a_file_are_read(folder: Folder) -> None:
         folder.open("b")
 
 
-def test_both_stores_heed_the_condition(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert probe_create(folder) is folder
-    assert not caplog.records and folder.names("_job") == []
+def test_both_stores_heed_the_condition(folder: Folder) -> None:
+    make_writable(folder)
+    assert folder.names("_job") == []
 
 
 class Forgetful(LocalFolder):
@@ -81,12 +80,10 @@ class Forgetful(LocalFolder):
         return True
 
 
-def test_a_store_that_ignores_conditions_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
     folder = Forgetful(str(tmp_path), tmp_path)
-    with caplog.at_level(logging.WARNING):
-        assert probe_create(folder) is folder
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert str(tmp_path) in caplog.text and "ignores conditional puts" in caplog.text
+    with pytest.raises(UserError, match=rf"output\.path: the store of {tmp_path} has no conditional puts"):
+        make_writable(folder)
     assert folder.names("_job") == []
 
 
