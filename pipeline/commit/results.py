@@ -1,8 +1,8 @@
 """Writes the answers as JSON Lines files (result files) if `output.format` asks for them, after all rows are committed.
 
 The files depend only on the plan and the committed parts (one output file per shard). If a run is killed between two
-files, the next run writes the missing ones. A file is created whole, and never replaces another program's file. Before
-a file is written, its digest is saved in `_job/results.json`. --overwrite removes only files with a saved digest.
+files, the next run writes the missing ones. A file is created whole, and never replaces another program's file: it
+replaces only a file whose digest is in `_job/results.json`, which is written last.
 
 Format of batch files: https://platform.openai.com/docs/guides/batch
 """
@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ NAME = re.compile(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl")  # name
 
 
 def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
-    """Write the result files that `output.format` requires. All rows of the job must be committed.
+    """Write the result files that `output.format` requires. All rows must be committed, and the lease must be held.
 
     Raises UserError if another program's file has the name of a result file.
     """
@@ -55,59 +55,51 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
     if config.result_format == "openai_batch":
         created, model = int(manifest.batching.planned), config.model.path
         to_lines = partial(batch_lines, fingerprint=manifest.fingerprint, created=created, model=model)
-    known, written = recorded(folder), set[str]()
+    known, written = recorded(folder), dict[str, str]()
     with announced("writing the answers as JSON Lines"):
         for name, data in cut(_lines(folder, manifest, to_lines), FILE_BYTES):
-            digest = _sha256(data)
-            _record(folder, {**known, name: [*known.get(name, []), digest]}, done=False)
-            if not folder.create(name, data):
-                found = _sha256(folder.read(name))
-                if found != digest and found not in known.get(name, []):
-                    _record(folder, known, done=False)
+            written[name] = _sha256(data)
+            if not folder.create(name, data) and (found := _sha256(folder.read(name))) != written[name]:
+                if found != known.get(name):
                     raise _taken(folder, name)
-                if found != digest:  # parts were lost and written again with other bytes: replace the old file
-                    folder.replace(name, data)
-            known[name] = [digest]
-            written.add(name)
-    for name in [name for name in known if name not in written and _kind(name) in kinds]:
-        _remove_own(folder, name, known.pop(name))
-    _record(folder, known, done=True)
+                folder.replace(name, data)  # parts were lost and written again with other bytes
+    former = {name: digest for name, digest in known.items() if _kind(name) in kinds and name not in written}
+    _remove(folder, former)
+    kept = {name: digest for name, digest in known.items() if name not in former}
+    write_json(folder, RECORD, {**kept, **written})
 
 
 def check_free(folder: Folder, config: JobConfig) -> None:
     """Raise UserError if another program's file has the name of a result file. Call this before a new job runs."""
     kinds, known = KINDS.get(config.result_format, ()), recorded(folder)
     for name in folder.names() if kinds else ():
-        if _kind(name) in kinds and _sha256(folder.read(name)) not in known.get(name, []):
+        if _kind(name) in kinds and _sha256(folder.read(name)) != known.get(name):
             raise _taken(folder, name)
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:
     """Return whether all result files that `output.format` requires were written and still exist."""
     kinds = KINDS.get(config.result_format, ())
-    if not kinds:
-        return True
-    files, done = _read(folder)
-    own = [name for name in files if _kind(name) in kinds]
-    return done and bool(own) and all(folder.exists(name) for name in own)
+    own = [name for name in recorded(folder) if _kind(name) in kinds]
+    return not kinds or (bool(own) and all(folder.exists(name) for name in own))
 
 
-def recorded(folder: Folder) -> dict[str, list[str]]:
-    """Return name -> digests of each recorded result file. A file has two digests while it is being replaced."""
-    return _read(folder)[0]
+def recorded(folder: Folder) -> dict[str, str]:
+    """Return name -> digest of each result file that the job has written; an empty dict if the record is damaged."""
+    files = read_json(folder, RECORD, dict[str, str]) or {}
+    return {name: digest for name, digest in files.items() if _kind(name)}
 
 
 def remove_results(folder: Folder) -> None:
-    """Remove each result file whose content still has a recorded digest."""
-    for name, digests in recorded(folder).items():
-        _remove_own(folder, name, digests)
+    """Remove each result file whose content still has the recorded digest."""
+    _remove(folder, recorded(folder))
 
 
 def result_problems(folder: Folder) -> Iterator[str]:
     """Yield one line for each recorded result file that is missing or has changed."""
-    for name, digests in recorded(folder).items():
+    for name, digest in recorded(folder).items():
         try:
-            if _sha256(folder.read(name)) not in digests:
+            if _sha256(folder.read(name)) != digest:
                 yield f"{folder.url}/{name}: changed since it was written (sha256 differs); delete it and run again"
         except FileNotFoundError:
             yield f"{folder.url}/{name}: was written and is gone; run the job again to write it"
@@ -122,20 +114,6 @@ def _lines(folder: Folder, manifest: Manifest, to_lines: Callable[[bytes, Shard]
             yield from lines_of_part
 
 
-def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
-    """Return file name -> digests, and whether all files were written; ({}, False) if there is no valid record."""
-    try:
-        values = read_json(folder, RECORD, dict[str, Any]) or {}
-        files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
-        return {name: digests for name, digests in files.items() if _kind(name)}, values["done"] is True
-    except (KeyError, TypeError, AttributeError):
-        return {}, False
-
-
-def _record(folder: Folder, files: Mapping[str, Sequence[str]], *, done: bool) -> None:
-    write_json(folder, RECORD, {"files": files, "done": done})
-
-
 def _kind(name: str) -> str:
     match = NAME.fullmatch(name)
     return match[1] if match else ""
@@ -145,10 +123,11 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _remove_own(folder: Folder, name: str, digests: Sequence[str]) -> None:
-    with suppress(FileNotFoundError):
-        if _sha256(folder.read(name)) in digests:
-            folder.remove(name)
+def _remove(folder: Folder, digests: Mapping[str, str]) -> None:
+    for name, digest in digests.items():
+        with suppress(FileNotFoundError):
+            if _sha256(folder.read(name)) == digest:
+                folder.remove(name)
 
 
 def _taken(folder: Folder, name: str) -> UserError:

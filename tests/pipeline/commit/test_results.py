@@ -113,13 +113,13 @@ def test_only_recorded_bytes_are_removed() -> None:
         folder.create(name, b"ours")
     digest = "0" * 64
     ours = hashlib.sha256(b"ours").hexdigest()
-    record = {"files": {"results.jsonl": [ours], "errors.jsonl": [digest], "notes.txt": [ours]}, "done": True}
+    record = {"results.jsonl": ours, "errors.jsonl": digest, "notes.txt": ours}
     folder.replace(results.RECORD, json.dumps(record).encode())
     assert [line.split(": ")[1] for line in result_problems(folder)] == [
         "changed since it was written (sha256 differs); delete it and run again"
     ]
     remove_results(folder)
     assert sorted(folder.names()) == ["errors.jsonl", "notes.txt"]
-    for damaged in (b"", b"[]", b'{"files": 1}', b'{"files": {"a": 1}, "done": true}'):
+    for damaged in (b"", b"[]", b'{"results.jsonl": 1}'):
         folder.replace(results.RECORD, damaged)
         assert recorded(folder) == {}
