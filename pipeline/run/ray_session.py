@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from pipeline.runtime.signals import Interrupted, shielded
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 30  # time after which an idle worker of the local Ray ends
 OBJECT_STORE_BYTES = 2**30
-QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
 HEAD = Path(__file__).with_name("ray_head.py")
 STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"  # seconds after which `ray job stop` kills a job
@@ -42,43 +41,7 @@ LOOPBACK = "127.0.0.1"
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
-class _Connection:
-    """The only connection of this process to Ray. Jobs in several threads share it.
-
-    The first job connects, unless the process is connected already. The last job disconnects. Attribute `head`: process
-    that runs the local Ray; None if there is no local Ray.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.users = 0
-        self.head: subprocess.Popen[str] | None = None
-        self.undo = ExitStack()
-
-    def open(self, verbose: bool, metrics_port: int | None) -> None:
-        levels: dict[logging.Logger | logging.Handler, int] = {}  # previous log levels, which `close` restores
-        self.undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
-        _set_levels(levels, verbose)
-        if not ray.is_initialized():
-            with announced("starting Ray"):
-                address = os.environ.get("RAY_ADDRESS", "")
-                if "://" in address and not address.startswith("ray://"):
-                    raise UserError(f"RAY_ADDRESS: {address} is no Ray address; set HOST:6379, or auto on a node")
-                if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would retry for 14 min
-                    raise UserError(f"RAY_ADDRESS: nothing answers at {address}; start Ray there, or unset RAY_ADDRESS")
-                if not address:
-                    self.head = _start_head(verbose, metrics_port)
-                    self.undo.callback(_end, self.head)
-                    address = _address(self.head)
-                    threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
-                self.undo.callback(ray.shutdown)
-                _connect(address, verbose)
-        _set_levels(levels, verbose)  # set levels again, for handlers that Ray has added
-
-    def close(self) -> None:
-        with shielded():
-            self.undo.close()
-        self.head = None
+_head: subprocess.Popen[str] | None = None  # process that runs the local Ray; None if there is no local Ray
 
 
 def _set_levels(levels: dict[logging.Logger | logging.Handler, int], verbose: bool) -> None:
@@ -92,12 +55,9 @@ def _set_levels(levels: dict[logging.Logger | logging.Handler, int], verbose: bo
         target.setLevel(logging.INFO if verbose else level)
 
 
-_connection = _Connection()
-
-
 def is_own_ray() -> bool:
     """Return whether jobs run on a local Ray that this process has started or would start."""
-    return _connection.head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
+    return _head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
 def on_cluster() -> bool:
@@ -158,21 +118,48 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
     Restore log levels and signal handlers afterwards.
     """
-    with _connection.lock:
-        if _connection.users == 0:
-            try:
-                _connection.open(verbose, metrics_port)
-            except BaseException:
-                _connection.close()
-                raise
-        _connection.users += 1
+    levels: dict[logging.Logger | logging.Handler, int] = {}  # previous log levels
+    undo = ExitStack()
+    undo.callback(lambda: [one.setLevel(level) for one, level in levels.items()])
     try:
+        _set_levels(levels, verbose)
+        if not ray.is_initialized():
+            with announced("starting Ray"):
+                _open(undo, verbose, metrics_port)
+        _set_levels(levels, verbose)  # set levels again, for handlers that Ray has added
         yield
     finally:
-        with _connection.lock, shielded():
-            _connection.users -= 1
-            if _connection.users == 0:
-                _connection.close()
+        with shielded():
+            undo.close()
+
+
+def _open(undo: ExitStack, verbose: bool, metrics_port: int | None) -> None:
+    """Connect to the Ray in RAY_ADDRESS, or to a local Ray that this function starts. undo: gets what ends it."""
+    global _head
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address and not address.startswith("ray://"):
+        raise UserError(f"RAY_ADDRESS: {address} is no Ray address; set HOST:6379, or auto on a node")
+    if re.fullmatch(r"[^/]+:\d+", address) and not _accepts(address):  # Ray would retry for 14 min
+        raise UserError(f"RAY_ADDRESS: nothing answers at {address}; start Ray there, or unset RAY_ADDRESS")
+    if not address:
+        _head = _start_head(verbose, metrics_port)
+        undo.callback(_end, _head)
+        address = _address(_head)
+        threading.Thread(target=_announce_death, args=(_head,), daemon=True).start()
+    undo.callback(ray.shutdown)
+    command: Any = sys.modules.get("skipdecode")  # None if another program has imported this package
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init replaces this handler
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+            runtime_env=command.worker_environment() if command else None,
+        )
+    except SystemExit:  # raised by Ray's handler of SIGTERM
+        raise Interrupted("SIGTERM") from None
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 @contextmanager
@@ -253,7 +240,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
     settings = {
         "address": "local",
         "include_dashboard": False,
-        "log_to_driver": False,  # `_connect` sets whether the job prints the output of workers
+        "log_to_driver": False,  # `_open` sets whether the job prints the output of workers
         "num_cpus": process_cpus(),
         "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
@@ -292,7 +279,9 @@ def _announce_death(head: subprocess.Popen[str]) -> None:
 
 
 def _end(head: subprocess.Popen[str]) -> None:
-    """End a local Ray and all of its processes."""
+    """End the local Ray and all of its processes."""
+    global _head
+    _head = None
     assert head.stdin is not None and head.stdout is not None
     head.stdin.close()
     try:
@@ -302,58 +291,9 @@ def _end(head: subprocess.Popen[str]) -> None:
     head.stdout.close()
 
 
-def _connect(address: str, verbose: bool) -> None:
-    command: Any = sys.modules.get("skipdecode")  # None if another program has imported this package
-    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init replaces this handler
-    try:
-        with _quiet_start() if QUIET in os.environ else nullcontext():
-            ray.init(
-                address=address,
-                log_to_driver=verbose,
-                logging_level=logging.INFO if verbose else logging.ERROR,
-                runtime_env=command.worker_environment() if command else None,
-            )
-    except SystemExit:  # raised by Ray's handler of SIGTERM
-        raise Interrupted("SIGTERM") from None
-    except Exception as error:
-        raise _start_error(error, address) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def _start_error(error: Exception, address: str) -> Exception:
-    """Return the error to raise instead of `error`, an error of `ray.init`."""
-    no_token = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
-    if isinstance(error, ray.exceptions.AuthenticationError) or (no_token and _accepts(address)):
-        return ConnectionError(
-            f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
-            "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
-        )
-    if type(error) in (Exception, RuntimeError):  # Ray raises these types if its processes do not answer
-        return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
-    return error
-
-
 def _accepts(address: str) -> bool:
     host, _, port = address.rpartition(":")
     with suppress(OSError, ValueError):
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         return True
     return False
-
-
-@contextmanager
-def _quiet_start() -> Iterator[None]:
-    """Drop the output of Ray's C++ code to standard error until Ray has read the log level in the variable `QUIET`.
-
-    The command line sets the variable unless --verbose is given. In other programs, nothing is dropped.
-    """
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "w") as dropped:
-            os.dup2(dropped.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -1,11 +1,8 @@
-"""Interrupts a job after SIGTERM or SIGINT, or when its lease is lost.
+"""Interrupts the job of this process after SIGTERM or SIGINT, or when its lease is lost. Jobs run in the main thread.
 
 outside of `graceful`:  signal ──> Interrupted
 inside of `graceful`:   signal ──> no new shard begins ──> all shards end, or time is up ──> Interrupted
                         second signal ──> Interrupted
-
-Only a job in the main thread is interrupted in the middle of its work. A job in another thread begins no new shard, and
-raises `Interrupted` at the end of its `shielded` or `interruptible` block.
 """
 
 from __future__ import annotations
@@ -29,17 +26,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _Job:
-    """Interrupts one job, which runs in the thread that creates this object."""
+    """Interrupts one job."""
 
     def __init__(self) -> None:
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
         self.grace: Grace | None = None
         self.shields = 0
         self.missed = ""  # name of a signal that came while Interrupted could not be raised; it is raised later
         self.raised = threading.Event()  # set when Interrupted was raised, or must no longer be raised
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread. Take no lock, because a signal may come in the middle of any call."""
+        """Handle a signal. Take no lock, because a signal may come in the middle of any call."""
         name = signal.Signals(number).name
         if self.grace is not None and self.grace.signal is None and not self.shields:
             self.grace.signal = name
@@ -52,11 +48,6 @@ class _Job:
         """Interrupt the job from another thread."""
         if self.grace is not None:
             self.grace.signal = self.grace.signal or signal.SIGTERM.name
-            if not self.in_main_thread:
-                return
-        elif not self.in_main_thread:
-            self.missed = signal.SIGTERM.name
-            return
         while not self.raised.is_set():  # repeat: a signal just before a blocking call does not end the call
             os.kill(os.getpid(), signal.SIGTERM)
             if self.shields or self.raised.wait(POLL_SECONDS):
@@ -70,18 +61,14 @@ class _Job:
             raise Interrupted(missed)
 
 
-class _Jobs(threading.local):
-    current: _Job | None = None  # the job of this thread
-
-
-_jobs = _Jobs()
+_job: _Job | None = None  # the job of this process; None outside `interruptible`
 
 
 class Grace:
     """Gives running shards time to finish after the first signal. `graceful` creates it.
 
-    When `signal` is set, a background thread calls `stop` once. If the job runs in the main thread, it then calls
-    `at_work` every 0.2 s, and interrupts the job when no shard is running or `seconds` have passed.
+    When `signal` is set, a background thread calls `stop` once. It then calls `at_work` every 0.2 s, and interrupts the
+    job when no shard is running or `seconds` have passed.
 
     stop: function that lets no new shard begin. `stop` and `at_work` return the indices of running shards. Attribute
     `signal`: name of the first signal (SIGTERM also for a lost lease); None before a signal comes.
@@ -101,8 +88,6 @@ class Grace:
             if self.ended.wait(POLL_SECONDS / 4):
                 return
         at_work = self.stop()
-        if not self.job.in_main_thread:
-            return
         if at_work:
             shards = counted(len(at_work), "shard")
             print(
@@ -121,17 +106,17 @@ class Grace:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Run a job in the `with` block. In the main thread, SIGTERM and SIGINT raise `Interrupted` in the block."""
-    before, job = _jobs.current, _Job()
-    numbers = (signal.SIGTERM, signal.SIGINT) if job.in_main_thread else ()
-    handlers = {number: signal.signal(number, job.on_signal) for number in numbers}
-    _jobs.current = job
+    """Run a job in the `with` block, in the main thread. SIGTERM and SIGINT raise `Interrupted` in the block."""
+    global _job
+    before, job = _job, _Job()
+    handlers = {number: signal.signal(number, job.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    _job = job
     try:
         yield
         job.raise_missed()
     finally:
         job.raised.set()
-        _jobs.current = before
+        _job = before
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -139,10 +124,10 @@ def interruptible() -> Iterator[None]:
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
     """Give running shards time after a first signal (see `Grace`). After the block, the caller must check `signal`."""
-    job = _jobs.current or _Job()
+    job = _job or _Job()
     grace = Grace(seconds, stop, at_work, job)
     try:
-        if seconds > 0 or not job.in_main_thread:
+        if seconds > 0:
             job.grace = grace
             job.raise_missed()
         yield grace
@@ -157,7 +142,7 @@ def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[],
 @contextmanager
 def shielded() -> Iterator[None]:
     """Run cleanup without interrupts. After a signal, raise `Interrupted` when the outermost such block ends."""
-    job = _jobs.current or _Job()
+    job = _job or _Job()
     job.shields += 1
     try:
         yield
@@ -168,6 +153,6 @@ def shielded() -> Iterator[None]:
 
 
 def interrupter() -> Callable[[], None]:
-    """Return a function that interrupts this thread's job from another thread. It does nothing without such a job."""
-    job = _jobs.current
+    """Return a function that interrupts the job from another thread. It does nothing outside `interruptible`."""
+    job = _job
     return job.interrupt if job is not None else lambda: None

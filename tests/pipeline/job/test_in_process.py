@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_command import HANGING_SECONDS
+from cli_command import wait_until
 from in_process import job_config, parts, run_in_process
 
 from actors.engine.errors import UserError
@@ -21,9 +18,7 @@ from pipeline import job
 from pipeline.commit.lease import LeaseHeld, LeaseLost
 from pipeline.commit.sink import check_output
 from pipeline.config.job import JobConfig
-from pipeline.report.summary import JobResult
 from pipeline.run import stages
-from pipeline.runtime.signals import interrupter
 
 ROWS = 24
 BAD = {5: "prompt is null", 13: "prompt of 201 tokens leaves no room in a context of 64"}
@@ -47,12 +42,6 @@ def config(inputs: Path, output: Path, checkpoint: Path) -> JobConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def finished(inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobResult]:
-    output = tmp_path_factory.mktemp("finished") / "out"
-    return output, run_in_process(config(inputs, output, checkpoint))
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_another_run_that_began_and_finished_while_this_one_was_planned(
     inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
@@ -73,42 +62,23 @@ def test_another_run_that_began_and_finished_while_this_one_was_planned(
     assert parts(tmp_path / "out")
 
 
-def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
-    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_loses_its_lease_begins_no_other_shard(
+    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler's process, in which another job runs, gets no signal; the other job ends as if alone."""
     monkeypatch.setattr("pipeline.commit.lease.BEAT_SECONDS", 0.05)
-    commit_shard, told = stages.commit_shard, threading.Event()
-
-    def telling() -> Callable[[], None]:
-        interrupt = interrupter()
-
-        def lost() -> None:
-            interrupt()
-            told.set()
-
-        return lost
-
-    monkeypatch.setattr("pipeline.commit.lease.interrupter", telling)
+    commit_shard = stages.commit_shard
 
     def lose_the_lease(*arguments: Any, folder: Any, **named: Any) -> Any:
-        if folder.url.endswith("/loses"):
-            leases = sorted(name for name in folder.names("_job/lease") if name.endswith(".json"))
-            folder.create("_job/lease/000009.json", folder.read(f"_job/lease/{leases[-1]}"))
-            assert told.wait(HANGING_SECONDS)
+        [heartbeats] = [thread for thread in threading.enumerate() if thread.name == "lease"]
+        leases = sorted(name for name in folder.names("_job/lease") if name.endswith(".json"))
+        folder.create("_job/lease/000009.json", folder.read(f"_job/lease/{leases[-1]}"))
+        wait_until(lambda: not heartbeats.is_alive())
         return commit_shard(*arguments, folder=folder, **named)
 
     monkeypatch.setattr(stages, "commit_shard", lose_the_lease)
-    signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        jobs = [config(inputs, tmp_path / name, checkpoint) for name in ("loses", "other")]
-        with ThreadPoolExecutor(2) as threads:
-            lost, ended = (threads.submit(run_in_process, job) for job in jobs)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert isinstance(lost.exception(), LeaseLost) and signals == []
-    assert ended.result().fresh_rows == ROWS and parts(tmp_path / "other") == parts(finished[0])
+    with pytest.raises(LeaseLost):
+        run_in_process(config(inputs, tmp_path / "out", checkpoint))
+    assert len(parts(tmp_path / "out")) <= 1
 
 
 def test_an_actor_that_does_not_see_the_jobs_output_answers_nothing(

@@ -176,21 +176,6 @@ def test_a_ray_that_does_not_start_says_why(no_ray: None, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionError("Failed to connect"), ray.exceptions.AuthenticationError("no token")]
-)
-def test_a_cluster_that_refuses_this_client_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        shown = str(ray_session._start_error(error, address))
-    assert shown.startswith(f"Ray at {address} runs but refuses this client") and "RAY_AUTH_MODE=token" in shown
-    gone = ConnectionError("Failed to connect")
-    assert ray_session._start_error(gone, address) is gone
-
-
-@pytest.mark.parametrize(
     ("address", "says"),
     [("127.0.0.1:1", "nothing answers at 127.0.0.1:1"), ("http://127.0.0.1:8265", "is no Ray address; set HOST:6379")],
 )

@@ -186,28 +186,6 @@ def test_an_interrupt_from_another_thread_stops_a_grace_that_has_begun(clock: Cl
     assert interrupted(60, work, act) == 0
 
 
-def test_a_job_in_a_thread_is_interrupted_at_the_end_of_a_block_and_not_after_the_job() -> None:
-    reached: list[str] = []
-
-    def run() -> None:
-        try:
-            with interruptible():
-                interrupt = interrupter()
-                interrupt()
-                with shielded():
-                    reached.append("in the shield")
-                reached.append("never")
-        except Interrupted:
-            interrupt()
-        with interruptible(), shielded():
-            reached.append("in the next job")
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(300)
-    assert reached == ["in the shield", "in the next job"]
-
-
 def test_a_signal_while_cleaning_up_waits_for_the_end_of_the_outer_shield() -> None:
     cleaned: list[str] = []
 
