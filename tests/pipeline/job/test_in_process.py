@@ -1,4 +1,4 @@
-"""Whole jobs on the in-process backend: every row once, row errors, resume, interrupts. No Ray."""
+"""Whole jobs on the in-process backend, without Ray: overlapping runs, a lost lease, an output that an actor misses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from pipeline.config.job import JobConfig
 from pipeline.run import stages
 
 ROWS = 24
-BAD = {5: "prompt is null", 13: "prompt of 201 tokens leaves no room in a context of 64"}
 
 
 @pytest.fixture(scope="module")
