@@ -145,7 +145,7 @@ def test_a_half_done_job_with_a_damaged_plan_is_refused_and_answers_nothing(conf
     data[len(data) // 2] ^= 4
     plan.write_bytes(bytes(data))
     before = files_of(output)
-    with pytest.raises(UserError, match=r"^.*/_job/plan\.parquet: damaged .*; restore the file from a copy, or start"):
+    with pytest.raises(UserError, match=r"^.*/_job/plan\.pq: damaged .*; restore the file from a copy, or start"):
         jobs.run(config)
     assert files_of(output) == before
 
