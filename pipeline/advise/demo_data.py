@@ -90,7 +90,7 @@ def _holds(path: Path, table: pa.Table) -> bool:
 
 def write_demo(folder: Path, rows: int = 2000) -> Path:
     """Write the demo's prompts, and a job file for the included checkpoint. Return the job file's path."""
-    jobs = Path(__file__).parents[1] / "configs" / "demo.yaml"
+    jobs = Path(__file__).parents[2] / "configs" / "demo.yaml"
     checkpoint = jobs.parent / "demo" / "checkpoint"
     if not jobs.is_file():  # the program is installed from a wheel
         jobs = next(Path(str(file.locate())) for file in files("skipdecode") or () if file.name == jobs.name).resolve()
