@@ -63,7 +63,7 @@ class Answer:
     token_ids: list[int] | None
     cumulative_logprob: float | None  # sum of the log-probabilities of all tokens, in nats
     logprobs: list[dict[str, Any]] | None  # one entry per token, see `TokenLogprob.to_dict`
-    choice_probability: float | None  # probability of the chosen label among all labels; None without choices
+    choice_probability: float | None  # see `Completion`
     reasoning: str | None = None  # the model's thinking, which came before the text
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError, suggestion
+from actors.engine.types import NEUTRAL, is_neutral
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = (CHAT, TEXT)
@@ -23,20 +24,18 @@ _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_to
 _NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")  # keys without effect
 # key -> its accepted values, which change nothing; any other value is an error
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "logit_bias": ({},),
+    **NEUTRAL,
     "parallel_tool_calls": (True, False),
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
-    "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
+    "function_call": ("none", "auto"),
 }
 _OF_CHAT = (  # keys that only a chat may have
     *("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice"),
-    *("parallel_tool_calls", "modalities"),
+    *("parallel_tool_calls", "modalities", "function_call"),
 )
-_OF_TEXT = ("prompt", "echo", "suffix", "best_of")  # keys that only a completion may have
+_OF_TEXT = ("prompt", "suffix")  # keys that only a completion may have
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
             raise UserError(f"body: {name} is not supported; {suggestion(name, sorted(known - {*_ONLY}))}")
         if name == "tools" and value != []:
             raise UserError("body: tools are not supported here: put them into a column that input.tools names")
-        if name in _ONLY and not any(value == one and type(value) is type(one) for one in _ONLY[name]):
+        if name in _ONLY and not is_neutral(name, value, _ONLY):
             raise UserError(f"body: {name} = {value!r} is not supported: leave it out")
     if not isinstance(given.get("model", ""), str):
         raise UserError("body: model must be text")

@@ -54,6 +54,8 @@ class SamplingParams:
     seed: int | None = None  # random seed of this row; None: use the job's seed
 
     def __post_init__(self) -> None:
+        if self.top_k == -1:  # vLLM's other name for all tokens
+            object.__setattr__(self, "top_k", 0)
         temperature_fits = self.temperature == 0 or LEAST <= self.temperature <= MOST
         for name, fits, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
@@ -77,12 +79,32 @@ class SamplingParams:
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
         """Return a copy with a row's `changes`; values of None are ignored. Raise ValueError for a wrong value."""
-        return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
+        return replace(self, **{name: _checked(name, value) for name, value in effective(changes).items()})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that end a row: `stop_token_ids`, and `model_stop_ids` unless `ignore_eos` is set."""
         own = frozenset(self.stop_token_ids)
         return own if self.ignore_eos else own | model_stop_ids
+
+
+# values of parameters of OpenAI's API and vLLM's server that change nothing; they are accepted and ignored
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("stream", "echo", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
+    **dict.fromkeys(("bad_words", "functions"), ([],)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **{"priority": (0,), "logit_bias": ({},), "service_tier": ("auto", "default")},
+}
+
+
+def is_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> bool:
+    """Return whether `value` is one of a parameter's neutral values. A truth value is no number."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral.get(name, ()))
+
+
+def effective(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of `changes` without those that are None or `NEUTRAL`."""
+    return {name: value for name, value in changes.items() if value is not None and not is_neutral(name, value)}
 
 
 def check_compatible(name: str, params: SamplingParams) -> None:
@@ -199,7 +221,9 @@ class Completion:
     cumulative_logprob: float | None
     logprobs: tuple[TokenLogprob, ...] | None = None  # one entry per token; None unless `sampling.logprobs` is set
     choice: int | None = None  # index of the chosen label; None without choices
-    choice_probability: float | None = None  # probability of the chosen label among all labels; None without choices
+    # product of the tokens' probabilities among the allowed tokens, where labels part; None without choices. For labels
+    # of one token this is the label's share of the probability of all labels
+    choice_probability: float | None = None
     error: str | None = None  # why there is no answer, or why it does not complete its format; None: no error
 
 

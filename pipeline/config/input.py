@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.errors import UserError, suggestion
-from actors.engine.types import SamplingParams
+from actors.engine.types import NEUTRAL, SamplingParams
 from pipeline.config.base import Place, Section
 from pipeline.config.forms import FormColumn
 
@@ -23,7 +23,7 @@ def one_or_many(value: Any) -> Any:
 def _sampling_columns(value: Any) -> Any:
     known = [one.name for one in fields(SamplingParams)]
     for name, column in value.items() if isinstance(value, dict) else ():
-        if name not in known:
+        if name not in (*known, *NEUTRAL):
             raise UserError(f"unknown parameter {name}; {suggestion(name, known)}")
         if not isinstance(column, str):
             raise UserError(f"{name} must name a column")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec, checked, key_types
-from actors.engine.types import EngineName, SamplingParams, check_compatible
+from actors.engine.types import EngineName, SamplingParams, check_compatible, is_neutral
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place, Section
 from pipeline.config.forms import Form, Labels, check_labels
@@ -135,7 +135,9 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(64, description="maximum tokens of an answer, with its stop token")
     min_new_tokens: int = Field(0, description="minimum tokens before an answer may end")
     temperature: float = Field(0.0, description="0 is greedy, otherwise at least 0.01")
-    top_k: int = Field(0, description="number of most likely tokens to sample from; 0: all")
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = Field(
+        0, description="number of most likely tokens to sample from; 0 or -1: all"
+    )
     top_p: float = Field(1.0, description="sample from the likeliest tokens with this total probability")
     min_p: float = Field(0.0, description="sample tokens with at least this share of the top probability")
     repetition_penalty: float = Field(1.0, description="penalty factor for tokens in prompt or answer; 1: none")
@@ -157,6 +159,13 @@ class SamplingConfig(Section):
         None, description="write a column logprobs with this many alternatives for each token; default: no column"
     )
     seed: int = Field(0, description="seed of the job's random numbers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if not is_neutral(name, value)}
 
     @model_validator(mode="after")
     def _in_range(self) -> SamplingConfig:

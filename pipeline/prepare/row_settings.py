@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.types import SamplingParams
+from actors.engine.types import SamplingParams, effective
 from actors.openai_requests import CompletionRequest, read_request
 from pipeline.messages import is_unicode, one_line
 
@@ -77,11 +77,11 @@ def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[Samp
 
     The JSON is None if nothing changes; its keys are sorted. Raises UserError for unknown names or impossible values.
     """
-    own = [name for name, value in changes.items() if value is not None]
+    own = effective(changes)
     if not own:
         return base, None
     try:
-        merged = base.merged(changes)
+        merged = base.merged(own)
     except (ValueError, OverflowError) as error:
         raise UserError(f"sampling: {flat(error)}") from None
     values = {name: getattr(merged, name) for name in own}

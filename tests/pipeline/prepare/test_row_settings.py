@@ -9,11 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from prompt_specs import spec_of
+from pydantic import ValidationError
 
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.openai_requests import CHAT, TEXT, read_request
+from pipeline.config.job import SamplingConfig
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.row_settings import BATCH_COLUMNS
 
@@ -41,6 +43,32 @@ def test_overrides_from_a_struct_a_map_json_and_columns_agree(checkpoint: Path) 
     columns = {"t": [0.5, None, None], "limit": [5, None, None], "k": [None, None, 3]}
     mapping = {"temperature": "t", "max_new_tokens": "limit", "top_k": "k"}
     assert prepared(checkpoint, columns, sampling=mapping) == (expected, [None] * 3)
+
+
+def test_values_that_change_nothing_are_accepted_in_rows_bodies_and_jobs(checkpoint: Path) -> None:
+    """vLLM's clients write them; they were row errors, and a job that set them was refused."""
+    shared: dict[str, Any] = {
+        **{"best_of": 1, "skip_special_tokens": True, "include_stop_str_in_output": False, "priority": 0},
+        **{"service_tier": "auto", "functions": [], "logit_bias": {}, "stream": False},
+    }
+    given = {**shared, "top_k": -1, "max_new_tokens": 5}
+    parsed = {"top_k": 0, "max_new_tokens": 5}
+    own = {name: name for name in ("top_k", "skip_special_tokens")}
+    for rows in ([given, shared], [json.dumps(given), json.dumps(shared)]):
+        assert prepared(checkpoint, {"s": rows}) == ([parsed, None], [None] * 2)
+    cells = {"top_k": ["-1", "2"], "skip_special_tokens": ["true", "false"]}
+    found, errors = prepared(checkpoint, cells, sampling=own)
+    assert found == [{"top_k": 0}, None] and errors[0] is None and "skip_special_tokens" in str(errors[1])
+    for url, prompt in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "a"})):
+        body = {**shared, **prompt, "top_k": -1, "max_tokens": 5}
+        assert BASE.merged(read_request(url, body).sampling) == SamplingParams(max_new_tokens=5, top_k=0)
+    assert SamplingConfig.model_validate(given) == SamplingConfig(max_new_tokens=5, top_k=0)
+    assert BASE.merged(given) == SamplingParams(max_new_tokens=5) == SamplingParams(max_new_tokens=5, top_k=-1)
+    for name, value in (("best_of", 2), ("priority", False), ("skip_special_tokens", 1), ("top_k", -2)):
+        _, [error] = prepared(checkpoint, {"s": [json.dumps({name: value})]})
+        assert name in error
+        with pytest.raises(ValidationError, match=name):
+            SamplingConfig.model_validate({name: value})
 
 
 def test_cells_of_a_csv_file_spell_numbers(checkpoint: Path) -> None:
