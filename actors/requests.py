@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from actors.answers import Prompt
+from actors.chat_content import Forms, content_forms, in_forms
 from actors.control_tokens import control_tokens, one_bos, special_tokens
 from actors.engine.constraints.constraint import Constraint
 from actors.engine.constraints.grammar import GrammarCompiler
@@ -106,6 +107,13 @@ class RequestBuilder:
 
     def _render(self, messages: list[Any]) -> str:
         """Render messages with the tokenizer's chat template."""
+        return self._templated(in_forms(messages, self._forms))
+
+    @cached_property
+    def _forms(self) -> Forms:
+        return content_forms(self._templated)
+
+    def _templated(self, messages: list[Any]) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:

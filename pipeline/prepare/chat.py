@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jinja2
 
+from actors.chat_content import TRIAL, Forms, content_forms, in_forms
 from actors.control_tokens import control_tokens
 from actors.engine.errors import UserError
 from pipeline.messages import one_line
@@ -66,7 +69,7 @@ def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapp
 def read_messages(value: Any) -> list[dict[str, Any]]:
     """Return a row's messages. value: a list of objects with role and content, or such a list as JSON text.
 
-    Text parts of a message are joined with newlines; null fields are dropped. Raises UserError, with the number of the
+    A content is a text or a list of text parts; null fields are dropped. Raises UserError, with the number of the
     message, if a message is wrong.
     """
     if value is None:
@@ -100,7 +103,9 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if role not in ROLES:
         raise UserError(f"{name} has role {role!r}; known: {', '.join(ROLES)}")
     if isinstance(content, list):
-        content = "\n".join(_part(name, part) for part in content)
+        content = [_part(name, part) for part in content]
+        if not any(part["text"].strip() for part in content):
+            content = ""
     if calls is not None:
         if not isinstance(calls, list):
             raise UserError(f"{name}: tool_calls is of type {type(calls).__name__}; it must be a list")
@@ -108,9 +113,9 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         content = "" if content is None else content
     if content is None:
         raise UserError(f"{name} ({role}) has no content")
-    if not isinstance(content, str):
+    if not isinstance(content, str | list):
         raise UserError(f"{name} ({role}): content must be text or a list of text parts")
-    if role == "user" and not content.strip():
+    if role == "user" and isinstance(content, str) and not content.strip():
         raise UserError(f"{name} ({role}) is empty")
     return {**fields, "content": content}
 
@@ -129,13 +134,13 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _part(name: str, part: Any) -> str:
+def _part(name: str, part: Any) -> dict[str, Any]:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
     if kind != "text":
         raise UserError(f"{name} has a part of type {kind!r}; only text is supported")
     if not isinstance(text, str):
         raise UserError(f"{name} has a part without text")
-    return text
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def check_tools(tokenizer: Any) -> None:
@@ -188,30 +193,41 @@ Tools = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
 
 
+def _filled(template: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], now: float = 0.0) -> str:
+    """Return the text that a chat template makes from messages and `values`. Raises errors of any class."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    def strftime_now(form: object) -> str:
+        return time.strftime(str(form)[:1000], time.gmtime(now))
+
+    shown = [_with_reasoning(message) for message in messages]
+    always = {"documents": None, "strftime_now": strftime_now, "messages": shown}
+    return str(_compile_jinja_template(template).render({"tools": None, **values, **always}))
+
+
+@lru_cache(maxsize=16)
+def _forms(template: str, values: str) -> Forms:
+    """Return `content_forms` of a chat template. values: the template's variables as JSON."""
+    return content_forms(lambda messages: _filled(template, messages, json.loads(values)))
+
+
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
     """Return the prompt text that the chat template makes from messages. Raises errors of any class.
 
     If the answer continues the last message, the prompt ends with the content of this message, as in transformers.
     """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    def strftime_now(form: object) -> str:
-        return time.strftime(str(form)[:1000], time.gmtime(chat.now))
-
     continued = chat.continue_final and messages[-1]["role"] == "assistant"
     if continued:
-        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + CONTINUED}]
-    values = {
-        **tokenizer.special_tokens_map,
-        **chat.values,
-        "messages": [_with_reasoning(message) for message in messages],
-        "tools": list(tools) or None,
-        "documents": None,
-        "add_generation_prompt": not continued,
-        "strftime_now": strftime_now,
-    }
-    text = tokenizer.get_chat_template(tools=list(tools) or None)
-    rendered = str(_compile_jinja_template(text).render(values))
+        content = messages[-1]["content"]
+        if isinstance(content, str):
+            content += CONTINUED
+        else:
+            content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + CONTINUED}]
+        messages = [*messages[:-1], {**messages[-1], "content": content}]
+    template = tokenizer.get_chat_template(tools=list(tools) or None)
+    values = {**tokenizer.special_tokens_map, **chat.values, "add_generation_prompt": not continued}
+    messages = in_forms(messages, _forms(template, json.dumps(values, default=str)))
+    rendered = _filled(template, messages, {**values, "tools": list(tools) or None}, chat.now)
     if not continued:
         return rendered
     before, tag, behind = rendered.rpartition(CONTINUED.strip())
@@ -247,8 +263,8 @@ def render_chat(
 def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
     """Check the chat template with a trial conversation. path: the checkpoint's path, for error messages.
 
-    Raises UserError if there is no chat template, if it does not compile, or if it refuses the job's system message or
-    examples. Logs a warning if the prompt begins without the BOS token.
+    Raises UserError if there is no chat template, if it does not compile, if it leaves out a message's text, or if it
+    refuses the job's system message or examples. Logs a warning if the prompt begins without the BOS token.
     """
     signature = inspect.signature(tokenizer.apply_chat_template)
     reserved = sorted({*signature.parameters, "messages"} & set(chat.values))
@@ -258,9 +274,16 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
         tokenizer.get_chat_template()
     except ValueError:
         raise UserError(f"{path}: the tokenizer has no chat template, which messages and chats need") from None
-    trial = conversation(chat, [{"role": "user", "content": "?"}])
+    trial = [
+        {**message, "content": f"{message['content']}{TRIAL}_{number}_"}
+        for number, message in enumerate(conversation(chat, [{"role": "user", "content": "?"}]))
+    ]
     try:
         text = _apply(tokenizer, chat, trial)
+        if lost := [one["role"] for number, one in enumerate(trial) if f"{TRIAL}_{number}_" not in text]:
+            raise UserError(f"the chat template leaves out the text of messages of role {lost[0]}")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (jinja2.TemplateSyntaxError, SyntaxError) as error:
         raise UserError(f"{path}: the chat template does not parse: {one_line(error)}") from None
     except Exception as error:  # `_apply` raises errors of any class

@@ -36,8 +36,12 @@ def ends(folder: Path) -> dict[int, list[str]]:
 def test_a_generation_config_without_the_chats_end_token_does_not_hide_it(checkpoint: Path, tmp_path: Path) -> None:
     """All rows ran to their limit and wrote the next turns."""
     folder = copy_of(checkpoint, tmp_path / "a", generation_config={"eos_token_id": 0}, config={"eos_token_id": [5]})
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} <sep>\n{% endfor %}")
-    found = ends(folder)
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"  # of a template that writes no plain text
+    for content in (parts, "{{ m.content }}"):
+        written = f"<sep>{{% for m in messages %}}{content} <sep>\n{{% endfor %}}"
+        (folder / "chat_template.jinja").write_text(written)
+        found = ends(folder)
+        assert found[3] == ["the chat template"]
     assert found == {
         0: ["generation_config.json"], 5: ["config.json"], 2: ["the tokenizer"], 3: ["the chat template"]
     }  # fmt: skip
@@ -56,6 +60,7 @@ def test_a_checkpoint_that_names_one_token_everywhere_has_that_one(checkpoint: P
         "{{ raise_exception('no') }}",
         "{{ messages[0].content }}",
         "{% for m in messages %}{{ m.content }}<s>{% endfor %}",
+        "<sep>{{ messages | length }}",
     ],
 )
 def test_a_template_that_writes_no_token_behind_an_answer_names_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,14 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     """Return the added token that the chat template writes after an assistant's message; None if there is none."""
     if tokenizer.chat_template is None:
         return None
-    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:
+    chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
+    in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
+    behind = ""
+    for messages in (in_parts, chat):  # a template may write only one of the two forms
         # a template may raise any exception. Ignore it here: jobs with chats check their template elsewhere
-        return None
-    behind = text.rpartition(ANSWER)[2].lstrip()
+        with suppress(Exception):
+            _, found, rest = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(ANSWER)
+            behind = rest.lstrip() if found else behind
     added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
     found = max((content for content in added if behind.startswith(content)), key=len, default="")
     return None if found == tokenizer.bos_token else added.get(found)

@@ -23,6 +23,38 @@ from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns
 
 USER = [{"role": "user", "content": "hi"}]
+IN_TEXT = [
+    {"role": role, "content": text}
+    for role, text in (("system", "be nice"), ("user", "who?"), ("assistant", "yes?"), ("user", "name[Zizzi]pub"))
+]
+IN_PARTS = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in IN_TEXT[:3]]
+IN_PARTS += [{"role": "user", "content": [{"type": "text", "text": text} for text in ("name[Zizzi]", "pub")]}]
+EACH_PART = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+OF_PARTS = [
+    f"<s>{{% for m in messages %}}[{{{{ m.role }}}}]{EACH_PART}{{% endfor %}}"
+    "{% if add_generation_prompt %}[a]{% endif %}",
+    "<s>{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}"
+    "{% for part in m.content[1:] %}{{ part['text'] }}{% endfor %}{% endfor %}",
+    "<s>{% if messages[0].role == 'system' %}{{ messages[0].content[0].text }}{% endif %}"
+    f"{{% for m in messages if m.role != 'system' %}}[{{{{ m.role }}}}]{EACH_PART}{{% endfor %}}",
+]
+OF_BOTH = (
+    "<s>{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    f"{EACH_PART}{{% endif %}}{{% endfor %}}"
+)
+BUILDER: Any = {
+    **{"sampling": SamplingParams(), "choices": None, "output_format": None},
+    **{"seed": 0, "strip": True, "vocab_size": 300, "stop_ids": [2]},
+}
+
+
+def reference(tokenizer: Any, chat: list[dict[str, Any]]) -> str:
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def ids_of(tokenizer: Any, chat: list[dict[str, Any]]) -> list[int]:
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    return ids
 
 
 def prepared(checkpoint: Path, given: Any, **section: Any) -> tuple[list[Any], list[Any]]:
@@ -53,6 +85,65 @@ def test_text_parts_become_lines_and_null_fields_are_dropped(chat_checkpoint: Pa
     texts, errors = prepared(chat_checkpoint, messages)
     assert errors == [None, None]
     assert texts == ["<s>[user]one\ntwo</s>[assistant]", "<s>[user]one\ntwo(Ann)</s>[assistant]"]
+
+
+def test_a_list_of_parts_stays_one_if_the_template_writes_it(chat_checkpoint: Path) -> None:
+    """Parts were joined by a line feed that Gemma 3's template does not write."""
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = OF_BOTH
+    for chat in (IN_TEXT, IN_PARTS, [*IN_PARTS[:2], *IN_TEXT[2:]]):
+        assert render_chat(tokenizer, Chat(), read_messages(chat))[0] == reference(tokenizer, chat)
+        assert RequestBuilder(tokenizer, **BUILDER).prompt(chat).ids == ids_of(tokenizer, chat)
+
+
+@pytest.mark.parametrize("template", OF_PARTS)
+def test_a_template_that_writes_only_parts_loses_no_text(chat_checkpoint: Path, template: str) -> None:
+    """Llama Guard 3's reads letters instead, and every row had the same prompt."""
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = template
+    expected = reference(tokenizer, IN_PARTS)
+    assert all(text in expected for text in ("be nice", "yes?", "who?", "Zizzi"))
+    check_chat(tokenizer, Chat(), "model")
+    for chat in (IN_PARTS, [*IN_TEXT[:3], IN_PARTS[3]]):
+        assert render_chat(tokenizer, Chat(), read_messages(chat))[0] == expected
+        assert RequestBuilder(tokenizer, **BUILDER).prompt(chat).ids == ids_of(tokenizer, IN_PARTS)
+    of_job = Chat("be nice", (("who?", "yes?"),))
+    check_chat(tokenizer, of_job, "model")
+    assert render_chat(tokenizer, of_job, read_messages(IN_PARTS[3:]))[0] == expected
+    begun = [*IN_TEXT[:2], {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    assert render_chat(tokenizer, Chat(continue_final=True), begun)[0].endswith("It is")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "role"),
+    [
+        ("{{ bos_token }}[user][assistant]", Chat(), "user"),
+        ("{{ messages[-1].content.text }}", Chat(), "user"),
+        ("{{ messages[-1].content }}", Chat("be nice"), "system"),
+        ("{{ messages[-1].content }}", Chat(examples=(("a", "b"),)), "assistant"),
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", Chat(None, (("a", "b"),)), "a"),
+        ("{% for m in messages[-3:] %}{{ m.content }}{% endfor %}", Chat(examples=(("a", "b"),) * 2), "user"),
+    ],
+)
+def test_a_template_that_leaves_out_a_text_of_the_job_is_refused(
+    chat_checkpoint: Path, template: str, chat: Chat, role: str
+) -> None:
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=f"^model: the chat template leaves out the text of messages of role {role}"):
+        check_chat(tokenizer, chat, "model")
+    if role == "user" and not chat.examples:
+        assert "leaves out" in str(RequestBuilder(tokenizer, **BUILDER).prompt(USER).error)
+
+
+def test_a_rows_message_that_the_template_leaves_out_is_its_error(chat_checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(chat_checkpoint, tmp_path / "copy"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    )
+    texts, errors = prepared(folder, [USER, [{"role": "system", "content": "be nice"}, *USER]])
+    assert texts[0].strip() == "hi"
+    assert errors == [None, "the chat template leaves out the text of messages of role system"]
 
 
 def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) -> None:
@@ -142,7 +233,8 @@ def test_settings_that_fail_every_row_are_refused(checkpoint: Path, chat_checkpo
     shutil.copytree(chat_checkpoint, copy)
     (copy / "chat_template.jinja").write_text("{% if messages")
     assert refusal(copy, Chat()).startswith(f"{copy}: the chat template does not parse: TemplateSyntaxError: ")
-    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    content = "{{ messages[-1].content }}"
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + content
     (copy / "chat_template.jinja").write_text(no_system)
     check_chat(load_tokenizer(copy), Chat(), copy)
     said = refusal(copy, Chat("be nice"))
@@ -222,8 +314,10 @@ TEMPLATES = [  # what reads the values that a template gets here; transformers c
     "{{ messages | tojson }}{% for m in messages %}{% generation %}{{ m.name }}{% endgeneration %}{% endfor %}",
     "{% for m in messages %}{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.thinking }}{{ m.content }}{{ m.nothing }}{% endfor %}",
+    "{{ messages | map(attribute='content') | join }}"
     "{{ tools is none }}{{ tools }}{{ documents }}{% if tools %}tools{% endif %}{{ thinking }}{{ messages[5] }}",
-    "{{ raise_exception('no') if messages | length > 3 }}{{ strftime_now('%Y') | length }}",
+    "{{ raise_exception('no') if messages | length > 3 }}{{ strftime_now('%Y') | length }}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
 ]
 
 

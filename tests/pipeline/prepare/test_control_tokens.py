@@ -76,7 +76,7 @@ def test_so_are_system_message_examples_and_texts_that_become_messages(chat_chec
 
 def test_tools_are_text_with_their_keys(chat_checkpoint: Path) -> None:
     tokenizer: Any = load_tokenizer(chat_checkpoint)
-    tokenizer.chat_template = "{{ bos_token }}{{ tools | tojson }}</s>"
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}</s>"
     control = ControlTokens(tokenizer)
     tools = [{"type": "function", "function": {"name": INJECTED, "parameters": {INJECTED: INJECTED}}}]
     text, spelled = render_chat(tokenizer, Chat(), chat_of("hi"), tools)
