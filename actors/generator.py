@@ -24,13 +24,14 @@ import pyarrow as pa
 
 from actors.answers import Answer, Prompt, answer_columns, answer_types, as_column, error_answer, object_column
 from actors.engine.build import build_engine, current_device
+from actors.engine.constraints.json_schema import repeated_key
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
 from actors.engine.model.loading import Checkpoint, inspect, load_tokenizer, with_adapter
 from actors.engine.schedule.schedule import Schedule
-from actors.engine.types import Completion, EngineStats, Request, SamplingParams
+from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams
 from actors.requests import RequestBuilder
 from actors.settings import EngineSettings
 
@@ -264,6 +265,11 @@ class Generator:
         """Convert the completion of `request`, which must have tokens, to an Answer."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
+        if completion.error is None and request.constraint is not None and request.constraint.name == "json_schema":
+            repeated = repeated_key(text)
+            if repeated is not None:
+                error = f"json_schema: {repeated}"
+                completion = replace(completion, finish_reason=FinishReason.ERROR, error=error)
         return Answer(
             row=row,
             sample_index=sample,

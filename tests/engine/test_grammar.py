@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import regex
+from llguidance import LLMatcher, LLTokenizer
 from oracle import oracle_logits_each
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +37,16 @@ SCHEMA = {
 GRAMMAR = 'start: list\nlist: "[" (item ("," item)*)? "]"\nitem: /[a-c]/ | list\n'
 STRING: dict[str, Any] = {"enum": ["x", "y"]}
 OVERLAP = {"type": "object", "properties": {"ab": STRING}, "patternProperties": {"^a": {"type": "integer"}}}
+FREE = {"type": "object", "patternProperties": {"^x_[ab]$": {"type": "boolean"}}, "additionalProperties": False}
+COUNTED: list[dict[str, Any]] = [  # the grammar counts a key that is written twice as two
+    {**FREE, "minProperties": 2},
+    {"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 2},
+    {"type": "object", "minProperties": 2},
+    {"$defs": {"m": FREE}, "$ref": "#/$defs/m", "minProperties": 2, "maxProperties": 2},
+    {"type": "object", "minProperties": 2, "anyOf": [FREE, {"type": "null"}]},
+    {"allOf": [{"type": "object", "minProperties": 2}, FREE]},
+    {"properties": {"a": {**FREE, "minProperties": 2}}, "required": ["a"]},
+]
 CAT, DOG = (
     {
         "type": "object",
@@ -65,6 +77,16 @@ def make(checkpoint: Path, **changes: Any) -> Generator:
 def prompts(generator: Generator, **changes: Any) -> list[Prompt]:
     texts = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "b c d"]
     return [Prompt(generator.tokenizer(text)["input_ids"], "f", row, **changes) for row, text in enumerate(texts)]
+
+
+def accepts(form: OutputFormat, text: str) -> bool:
+    """Whether a grammar takes `text` as a whole answer, byte by byte."""
+    matcher = LLMatcher(LLTokenizer("byte"), library_grammar(form)[0], log_level=0)
+    return (
+        matcher.validate_tokens(list(text.encode())) == len(text.encode())
+        and matcher.consume_tokens(list(text.encode()))
+        and matcher.is_accepting()
+    )
 
 
 class Rematch:
@@ -278,7 +300,13 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
             {"json_schema": {"properties": {"a": {}}, "patternProperties": {"(?=a)b": {"type": "null"}}}},
             r"'\(\?=a\)b' cannot be checked \(look-around",
         ),
-        ({"json_schema": {"type": "string", "format": "nonsense"}}, "json_schema: Unknown format: nonsense"),
+        *(
+            (
+                {"json_schema": schema},
+                "json_schema: minProperties at #.*: the grammar cannot tell whether 2 keys differ",
+            )
+            for schema in COUNTED
+        ),
         ({"grammar": "start: <|end|>"}, "grammar: .*special_token"),
     ],
 )
@@ -286,6 +314,28 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any]
     with pytest.raises(ValueError, match=message) as caught:
         OutputFormat.of(value).check()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "follows"),
+    [
+        (r"\d", "\u0664", False),
+        (r"\d", "4", True),
+        (r"[\d.]", "\u0664", False),
+        (r"[\d.]", ".", True),
+        (r"[^\d]", "\u0664", True),
+        (r"\D", "\u0664", True),
+        (r"\D", "4", False),
+        (r"\\d", "\\d", True),
+        (r"\\d", "4", False),
+        (r"\[\d\]", "[4]", True),
+    ],
+)
+def test_a_digit_of_a_regex_is_0_to_9_as_in_a_schemas_pattern(pattern: str, text: str, follows: bool) -> None:
+    """It was any script's, so a date held digits that few readers take."""
+    schema = json.dumps({"type": "string", "pattern": f"^{pattern}$"})
+    assert accepts(OutputFormat("regex", pattern), text) is follows
+    assert accepts(OutputFormat("json_schema", schema), json.dumps(text, ensure_ascii=False)) is follows
 
 
 @pytest.mark.parametrize(
@@ -317,6 +367,73 @@ def test_branches_that_exclude_each_other_run_as_any_of(checkpoint: Path, schema
     for answer in answers:
         jsonschema.validate(json.loads(str(answer.generated_text)), schema)
     assert len({answer.generated_text for answer in answers}) > 1
+
+
+LIST: dict[str, Any] = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+OBJECT = {"type": "object", "properties": {"a": STRING, "b": STRING}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "neutral"),
+    [
+        *(
+            (LIST, {key: value})
+            for key, value in (("uniqueItems", False), ("unevaluatedItems", True), ("maxContains", 1))
+        ),
+        (LIST, {"contains": {"const": 7}, "minContains": 0}),
+        ({**LIST, "minItems": 0, "maxItems": 1}, {"uniqueItems": True}),
+        *((OBJECT, {key: {}}) for key in ("dependentRequired", "dependentSchemas", "dependencies", "propertyNames")),
+        (OBJECT, {"dependentRequired": {"b": []}, "dependentSchemas": {"b": True}, "unevaluatedProperties": {}}),
+        (OBJECT, {"minProperties": 1, "maxProperties": 2}),
+        (STRING, {"not": False, "format": "password"}),
+        *((STRING, {"format": name}) for name in ("path", "byte", "json-string", "unknown", "uri-reference")),
+        *((STRING, {"if": {"const": "x"}, **then}) for then in ({}, {"then": True}, {"then": {}, "else": True})),
+        (STRING, {"then": False, "else": {"const": "x"}}),
+        (STRING, {"if": False, "then": False}),
+        (STRING, {"if": {}, "else": False}),
+    ],
+)
+@pytest.mark.parametrize(
+    "around", [lambda one: one, lambda one: {"$defs": {"d": one}, "anyOf": [{"$ref": "#/$defs/d"}]}]
+)
+def test_a_keyword_that_restricts_nothing_is_ignored(
+    schema: dict[str, Any], neutral: dict[str, Any], around: Callable[[Any], Any]
+) -> None:
+    """Generators write them; they were refused by their name."""
+    form, plain = (OutputFormat.of({"json_schema": around(one)}) for one in ({**schema, **neutral}, schema))
+    form.check()
+    assert form.lark() == plain.lark()
+
+
+def test_a_propertys_name_is_no_keyword_and_openapis_schemas_are_read() -> None:
+    held = {"type": "object", "properties": {"not": {"type": "null"}, "format": STRING}, "required": ["not", "format"]}
+    text = '{"not": null, "format": "x"}'
+    assert accepts(OutputFormat.of({"json_schema": held}), text)
+    held["properties"]["format"] = {**STRING, "format": "byte"}  # type: ignore[index]
+    inside = {"components": {"schemas": {"X": held}}, "$ref": "#/components/schemas/X"}
+    assert accepts(OutputFormat.of({"json_schema": inside}), text)
+
+
+def test_an_answer_that_has_a_key_twice_is_an_error_with_its_text(pair: list[Generator]) -> None:
+    """It counted as good: one property for every reader, two for the grammar."""
+    schema = {"type": "object", "patternProperties": {"^[xy]$": {"type": "null"}}, "additionalProperties": False}
+    schema |= {"minProperties": 1, "maxProperties": 3}
+    form = OutputFormat("json_schema", json.dumps({"type": "array", "items": schema, "minItems": 1, "maxItems": 1}))
+    sampling = {"max_new_tokens": 60, "temperature": 1.5, "n": 6}
+    answers = pair[0].answer(prompts(pair[0], output_format=form, sampling=sampling))
+    twice = 0
+    for answer in answers:
+        text = str(answer.generated_text)
+        if any(text.count(key) > 1 for key in ('"x"', '"y"')):
+            assert answer.finish_reason == "error" and str(answer.error).startswith(
+                "json_schema: an object has the key"
+            )
+            twice += 1
+        else:
+            assert answer.error is None
+            [one] = json.loads(text)
+            jsonschema.validate(one, schema)
+    assert 0 < twice < len(answers)
 
 
 @pytest.mark.parametrize(

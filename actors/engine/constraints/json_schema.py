@@ -1,7 +1,8 @@
 """Converts JSON Schemas to schemas that llguidance supports.
 
-llguidance refuses keys that no grammar can express, and most uses of `oneOf`. If the branches of a `oneOf` exclude each
-other by the value of a property (a discriminator) or by their types, the `oneOf` is replaced by an `anyOf`.
+llguidance refuses keywords by their name, unknown formats, and most uses of `oneOf`. Keywords whose value restricts
+nothing are dropped. If the branches of a `oneOf` exclude each other by the value of a property (a discriminator) or by
+their types, the `oneOf` is replaced by an `anyOf`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any
 
 from actors.engine.errors import UserError, flat
 
-# keywords whose value is a mapping from names to schemas, a list of schemas, or a single schema
-OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# keywords whose value is a mapping from names to schemas, a list of schemas, or a single schema; OpenAPI's documents
+# keep schemas in components/schemas
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+SCHEMAS += ("components",)
+FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}  # llguidance's
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 Schema = dict[str, Any]
 
@@ -26,11 +30,11 @@ def for_grammar(schema: Schema) -> Schema:
 
     Raises UserError if the branches of a `oneOf` do not exclude each other. The message gives the place of the `oneOf`.
     """
-    converted: Schema = _mapped(schema, lambda one, place: _converted(one, schema, place), "")
+    converted: Schema = mapped(schema, lambda one, place: _converted(one, schema, place))
     return converted
 
 
-def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) -> Any:
+def mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str = "") -> Any:
     """Apply `change` to `schema` and all schemas inside it, innermost first. place: JSON path of `schema`."""
     if not isinstance(schema, dict):
         return schema
@@ -38,12 +42,51 @@ def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) ->
     for key, value in schema.items():
         inside = f"{place}/{key}"
         if key in OF_SCHEMAS and isinstance(value, dict):
-            found[key] = {name: _mapped(one, change, f"{inside}/{name}") for name, one in value.items()}
+            found[key] = {name: mapped(one, change, f"{inside}/{name}") for name, one in value.items()}
         elif key in LISTS and isinstance(value, list):
-            found[key] = [_mapped(one, change, f"{inside}/{number}") for number, one in enumerate(value)]
+            found[key] = [mapped(one, change, f"{inside}/{number}") for number, one in enumerate(value)]
         elif key in SCHEMAS:
-            found[key] = _mapped(value, change, inside)
+            found[key] = mapped(value, change, inside)
     return change(found, place)
+
+
+def restrictions(schema: Schema, place: str = "") -> Schema:
+    """Return the schema without the keywords that restrict nothing, and without formats that llguidance lacks."""
+    return {key: value for key, value in schema.items() if not _is_neutral(key, value, schema)}
+
+
+def _is_neutral(key: str, value: Any, schema: Schema) -> bool:
+    """Return whether a keyword restricts nothing, by its value and the keywords beside it in `schema`."""
+
+    def allows_all(name: str) -> bool:
+        return schema.get(name, True) is True or schema[name] == {}
+
+    match key:
+        case "format":
+            return isinstance(value, str) and value not in FORMATS
+        case "uniqueItems":
+            return value is False or schema.get("maxItems", 2) < 2
+        case "not":
+            return value is False
+        case "propertyNames" | "unevaluatedProperties" | "unevaluatedItems":
+            return allows_all(key)
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return all(one is True or one in ({}, []) for one in value.values())
+        case "if" | "then" | "else":
+            then = allows_all("then") or schema.get("if") is False
+            return "if" not in schema or (then and (allows_all("else") or allows_all("if")))
+        case "contains" | "minContains" | "maxContains":
+            return "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema)
+        case "minProperties":
+            return bool(value <= len(set(schema.get("required", ()))))
+        case "maxProperties":
+            return not _has_free_keys([schema]) and bool(value >= len(schema.get("properties", ())))
+    return False
+
+
+def _has_free_keys(parts: list[Schema]) -> bool:
+    """Return whether an object that matches all `parts` may have keys that no `properties` names."""
+    return not any(part.get("additionalProperties") is False and not part.get("patternProperties") for part in parts)
 
 
 def _converted(schema: Schema, root: Schema, place: str) -> Schema:
@@ -119,17 +162,19 @@ def _resolved(schema: Any, root: Schema) -> Schema:
     return schema if isinstance(schema, dict) else {}
 
 
-def overlap(schema: Schema) -> str | None:
-    """Return an error message if a `patternProperties` pattern matches a property that has another schema; else None.
+def unkept(schema: Schema) -> str | None:
+    """Return an error message if a rule about keys is one that llguidance accepts but does not keep; else None.
 
-    With such a pattern, llguidance would let the model begin the property's name, but never end it. Raises UserError if
-    a pattern is not supported.
+    If a `patternProperties` pattern matches a property that has another schema, llguidance would let the model begin
+    the property's name, but never end it. `minProperties` counts keys as they are written, and two of the keys that no
+    `properties` names may be the same. Raises UserError if a pattern is not supported.
     """
     found: list[str] = []
 
     def look(one: Schema, place: str) -> Schema:
-        whole = [one, *(_resolved(part, schema) for part in one.get("allOf", ()))]
-        for more in ({}, *one.get("anyOf", ()), *one.get("oneOf", ())):
+        own = _resolved(one, schema)
+        whole = [own, *(_resolved(part, schema) for part in own.get("allOf", ()))]
+        for more in ({}, *own.get("anyOf", ()), *own.get("oneOf", ())):
             parts = [*whole, _resolved(more, schema)]
             properties = [item for part in parts for item in (part.get("properties") or {}).items()]
             patterns = [item for part in parts for item in (part.get("patternProperties") or {}).items()]
@@ -138,21 +183,43 @@ def overlap(schema: Schema) -> str | None:
                     f"patternProperties {pattern!r} at #{place} matches the property {name!r}, whose schema differs: "
                     "write a pattern that does not match it"
                     for name, other in properties
-                    if other != of_pattern and has_match(pattern, name)
+                    if other != of_pattern and _compiled(pattern).isinstance_python(name)
+                )
+            least = max(part.get("minProperties", 0) for part in parts)
+            required = {name for part in parts for name in part.get("required", ())}
+            # the schema around an `allOf` has the keys of all its branches
+            if least > len(required) + 1 and _has_free_keys(parts) and place.split("/")[-2:-1] != ["allOf"]:
+                found.append(
+                    f"minProperties at #{place}: the grammar cannot tell whether {least} keys differ: require keys by "
+                    "name, or leave it out"
                 )
         return one
 
-    _mapped(schema, look, "")
+    mapped(schema, look)
     return found[0] if found else None
 
 
-def has_match(pattern: str, text: str) -> bool:
-    """Return whether `pattern` matches a part of `text`, in linear time. Raises UserError if it is not supported."""
-    return bool(_compiled(pattern).isinstance_python(text))
+def repeated_key(text: str) -> str | None:
+    """Return an error message if an object in the JSON `text` has a key twice; else None.
+
+    Grammars do not hold this for keys that no `properties` names, and a reader would keep only one of the values.
+    """
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise UserError(f"an object has the key {max(keys, key=keys.count)!r} twice")
+
+    try:
+        json.loads(text, object_pairs_hook=check, parse_int=str)
+    except (ValueError, RecursionError) as error:
+        return flat(error)
+    return None
 
 
 @lru_cache(64)  # a compiled pattern has up to 10 MB
 def _compiled(pattern: str) -> Any:
+    """Return a validator of texts that `pattern` matches, in linear time. Raises UserError if it is not supported."""
     from pydantic_core import SchemaError, SchemaValidator, core_schema
 
     try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from actors.engine.constraints.json_schema import for_grammar, overlap
+from actors.engine.constraints.json_schema import for_grammar, mapped, restrictions, unkept
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
 KEPT_CHARACTERS = 2**16  # formats with more characters are not cached, because rows may have many
+DIGITS = {r"\d": "[0-9]", r"\D": "[^0-9]"}
 # white space in JSON answers is that of Python's json.dumps; with free white space, a model may write it without end
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -89,11 +91,12 @@ def _grammar(form: OutputFormat) -> tuple[str, str | None]:
     if not isinstance(schema, dict):
         return "", f"is a {type(schema).__name__}; it must be an object"
     try:
-        if (overlapping := overlap(schema)) is not None:
-            return "", overlapping
-        grammar, wrong = _validated(form.kind, form.text)
+        kept = mapped(schema, restrictions)
+        if (wrong := unkept(kept)) is not None:
+            return "", wrong
+        grammar, wrong = _validated(form.kind, form.text if kept == schema else json.dumps(kept, ensure_ascii=False))
         if wrong is not None and "oneOf" in wrong:
-            grammar, wrong = _validated(form.kind, json.dumps(for_grammar(schema), ensure_ascii=False))
+            grammar, wrong = _validated(form.kind, json.dumps(for_grammar(kept), ensure_ascii=False))
     except (UserError, RecursionError) as error:
         return "", flat(error)
     except (TypeError, AttributeError, LookupError) as error:  # the value of a keyword has a wrong type
@@ -122,7 +125,9 @@ def _validated(kind: str, text: str) -> tuple[str, str | None]:
             # lenient = False makes every unsupported keyword an error, even if `x-guidance` in the schema is lenient
             grammar = LLMatcher.grammar_from_json_schema(text, ONE_LINE, {"lenient": False})
         elif kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
+            # the library's \d is a digit of any script, but in a schema's pattern 0 to 9
+            ascii_only = re.sub(r"\\.", lambda found: DIGITS.get(found[0], found[0]), text, flags=re.DOTALL)
+            grammar = LLMatcher.grammar_from_regex(ascii_only)
         else:
             grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
