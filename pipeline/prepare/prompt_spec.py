@@ -96,6 +96,15 @@ def check_spec(spec: PromptSpec) -> None:
             raise UserError(
                 f"choices: a label of {counted(most, 'token')} leaves prompts no room in a context of {context}"
             )
+        first: dict[int, str] = {}
+        alike = [label for label in spec.choices if first.setdefault(ids[label][0], label) != label]
+        if alike or most >= 3 * min(map(len, ids.values())):
+            pair = f"{first[ids[alike[0]][0]]!r} and {alike[0]!r} begin alike" if alike else "some are much longer"
+            log.warning(
+                "choices: %s: choice_probability, which counts only the tokens at which labels part, may be far from "
+                "a label's share of the probability of all labels",
+                pair,
+            )
     elif (
         spec.input.choices is None
         and spec.input.too_long == "truncate_left"
@@ -108,12 +117,20 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log the settings in the checkpoint's generation_config.json that the job does not set, and does not follow.
+    """Log settings of generation_config.json that the job does not follow, and of an end token behind each prompt.
 
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
     folder, vocab_size = resolved.checkpoint.path, resolved.checkpoint.config.vocab_size
-    end_tokens(folder, tokenizer_of(known_tokenizer(resolved)), vocab_size)
+    tokenizer = tokenizer_of(known_tokenizer(resolved))
+    ends = end_tokens(folder, tokenizer, vocab_size)
+    if (not config.input.is_chat or config.input.is_batch) and (last := tokenizer("a")["input_ids"][-1]) in ends:
+        log.warning(
+            "%s: the tokenizer puts the end token %s behind each prompt that is no chat, so the answers may be empty: "
+            "take it out of the post_processor in tokenizer.json",
+            shown_path(known_tokenizer(resolved)),
+            tokenizer.convert_ids_to_tokens(last),
+        )
     left = settings_not_followed(folder, config.sampling.model_fields_set)
     if left and config.choices is None and config.input.choices is None:
         asked = ", ".join(f"{name}: {value}" for name, value in left.items())

@@ -17,16 +17,8 @@ from actors.engine.errors import UserError
 from pipeline.messages import listed, one_line
 
 NULL = "a null is printed; if null is allowed, write {{ column or '' }}"
-TAKE_NULL = {
-    "count",
-    "d",
-    "default",
-    "float",
-    "int",
-    "length",
-    "pprint",
-    "tojson",
-}  # filters that do not print null or bytes
+# filters that do not print null or bytes
+TAKE_NULL = {"count", "d", "default", "float", "int", "length", "pprint", "tojson"}
 
 
 class _Environment(ImmutableSandboxedEnvironment):

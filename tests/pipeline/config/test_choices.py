@@ -51,6 +51,23 @@ def test_labels_with_the_same_tokens_are_a_row_error(
 
 
 @pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (("a positive review", "no", "a negative review"), "'a positive review' and 'a negative review' begin alike"),
+        (("b", "no, nothing of this kind"), "some are much longer"),
+        (("a", "b"), ""),
+        (("ab", "cde"), ""),
+    ],
+)
+def test_labels_whose_probability_is_no_share_are_named(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, labels: tuple[str, ...], said: str
+) -> None:
+    """Only tokens at which labels part count: 0.70 where the share of all labels' probability was 0.04."""
+    check_spec(spec_of(checkpoint, choices=labels))
+    assert ("choice_probability" in caplog.text) is bool(said) and said in caplog.text
+
+
+@pytest.mark.parametrize(
     "params", [{"stop": ("x",)}, {"stop_token_ids": (5,)}, {"min_new_tokens": 2}, {"ignore_eos": True}]
 )
 def test_settings_that_end_a_label_early_are_refused(checkpoint: Path, params: dict[str, Any]) -> None:

@@ -20,13 +20,16 @@ from hypothesis import strategies as st
 from input_files import stage_input
 from memory_folder import MemoryFolder
 from prompt_specs import spec_of
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from actors.engine.errors import UserError
 from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.config.job import JobConfig
 from pipeline.input.rows import from_ipc
-from pipeline.prepare.prompt_spec import PromptSpec
+from pipeline.prepare.prompt_spec import PromptSpec, check_generation
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
@@ -65,6 +68,27 @@ def test_a_prompt_column_is_tokenized_as_the_tokenizer_does(checkpoint: Path) ->
     ids, errors = prepared(checkpoint, {"prompt": prompts, "other": [1, 2, 3]})
     assert ids == [tokens(checkpoint, prompt) for prompt in prompts]
     assert errors == [None] * 3
+
+
+def test_an_end_token_that_the_tokenizer_puts_behind_each_prompt_is_named(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers then begin after an end; the tiny checkpoint's own <sep> is wanted."""
+
+    def check(folder: Path, **section: Any) -> str:
+        caplog.clear()
+        values = {"input": {"path": "in", **section}, "output": {"path": "out"}, "model": {"path": str(folder)}}
+        check_generation(JobConfig.model_validate(values), ResolvedCheckpoint(inspect(folder), str(folder)))
+        return caplog.text
+
+    shutil.copytree(checkpoint, tmp_path / "ends")
+    file = tmp_path / "ends" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.save(str(file))
+    assert "puts the end token </s> behind each prompt" in check(tmp_path / "ends")
+    assert "</s>" in check(tmp_path / "ends", format="openai_batch")
+    assert check(tmp_path / "ends", chat=True) == "" == check(checkpoint)
 
 
 def test_null_and_blank_prompts_are_row_errors(checkpoint: Path) -> None:
