@@ -51,5 +51,5 @@ def _in_form(message: Message, forms: Forms) -> Any:
         return content
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content

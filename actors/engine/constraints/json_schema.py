@@ -18,8 +18,8 @@ from actors.engine.errors import UserError, flat
 # keep schemas in components/schemas
 OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
-SCHEMAS += ("components",)
+SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "components")
+SCHEMAS += ("not", "if", "then", "else")
 FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}  # llguidance's
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 Schema = dict[str, Any]
