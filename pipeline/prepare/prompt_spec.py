@@ -117,7 +117,7 @@ def check_spec(spec: PromptSpec) -> None:
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
-    """Log settings of generation_config.json that the job does not follow, and of an end token behind each prompt.
+    """Log settings of generation_config.json that the job does not follow. Warn of an end token behind each prompt.
 
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
