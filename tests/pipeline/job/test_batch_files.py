@@ -36,7 +36,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 REQUESTS = [
     request(0, CHAT, messages=chat("alpha"), max_tokens=3),
-    request(1, TEXT, prompt="alpha bravo", max_tokens=4),
+    request(1, TEXT, prompt="alpha bravo", max_tokens=4, top_k=-1, best_of=1, priority=0, service_tier="auto"),
     request(2, CHAT, messages=chat("bravo"), max_completion_tokens=2, logprobs=True, top_logprobs=2),
     request(3, TEXT, prompt="cheap", max_tokens=3, n=2, temperature=1.0, seed=7),
     request(4, CHAT, messages=chat("alpha"), max_token=3),

@@ -114,6 +114,19 @@ def test_a_template_that_writes_only_parts_loses_no_text(chat_checkpoint: Path, 
     assert render_chat(tokenizer, Chat(continue_final=True), begun)[0].endswith("It is")
 
 
+@pytest.mark.parametrize("of_text", ["", "m.content if m.content is string else "])
+def test_a_template_that_writes_only_the_first_part_gets_all_parts_in_one(chat_checkpoint: Path, of_text: str) -> None:
+    """Mistral's is one, for messages of the system and the assistant."""
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = f"{{% for m in messages %}}[{{{{ {of_text}m.content[0].text }}}}]{{% endfor %}}"
+    expected = "[be nice][who?][yes?][name[Zizzi]\npub]"
+    assert render_chat(tokenizer, Chat(), read_messages(IN_PARTS))[0] == expected
+    tool = {"role": "tool", "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    assert render_chat(tokenizer, Chat(), read_messages([*IN_TEXT[:2], tool]))[0] == "[be nice][who?][a\nb]"
+    with_image = [{"role": "user", "content": [{"type": "image"}, IN_PARTS[0]["content"][0]]}]  # as the template has it
+    assert RequestBuilder(tokenizer, **BUILDER).prompt(with_image).ids == ids_of(tokenizer, with_image)
+
+
 @pytest.mark.parametrize(
     ("template", "chat", "role"),
     [
