@@ -19,16 +19,8 @@ def init(
 ) -> None:
     """Write a commented job file that fits the columns of an input. Does not replace an existing file."""
     with command(verbose):
-        from pipeline.advise.propose import DEMO, write_job_file
-        from pipeline.checkpoints.resolve import PLACEHOLDER
-        from pipeline.messages import counted, listed
+        from pipeline.advise.propose import write_job_file
 
-        sample, proposal = write_job_file(path, output, model)
-        echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")
-        for note in proposal.notes:
-            echo(note)
-        if PLACEHOLDER in output.read_text():
-            echo(f"{output}: set model.path to a checkpoint")
-        elif model is None:
-            echo(f"model: {DEMO}, a toy that knows only restaurants; choose another with --model")
-        echo(f"next: skipdecode try {shlex.quote(str(output))}")
+        for line in write_job_file(path, output, model):
+            echo(line)
+        echo(f"wrote {output}; next: skipdecode try {shlex.quote(str(output))}")

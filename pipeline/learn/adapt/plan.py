@@ -19,13 +19,13 @@ from actors.engine.errors import UserError
 from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
-from pipeline.advise.propose import first_rows, true_answers
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS, AdaptConfig
 from pipeline.config.job import JobConfig
 from pipeline.input.files import InputFile, list_files
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.configs import Task
+from pipeline.learn.adapt.references import first_rows, true_answers
 from pipeline.learn.adapt.rows import layout
 from pipeline.learn.tune.adapters import check_targets, started
 from pipeline.learn.tune.plan import teacher_context
@@ -110,7 +110,7 @@ def plan_adaptation(config: JobConfig, source: str) -> tuple[Task, StageRecord]:
 def _announce_references(config: JobConfig, file: InputFile) -> None:
     """Print a line if a column of `file` that the job does not read seems to hold true answers."""
     try:
-        rows = first_rows(file.url, file.size, file.version, file.format, config.storage)
+        rows = first_rows(file, config.storage)
     except UserError:
         # no row of `file` is readable in all columns; ignore this, because the job needs only some of the columns
         return

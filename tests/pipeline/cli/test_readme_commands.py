@@ -84,7 +84,7 @@ def test_a_first_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "device-hours" in plan
     assert "16 rows in " in ran
     assert "16 rows in " in report and "0 with an error" in report
-    (block,) = re.findall(r"```text\n(id has a .*?)```", (ROOT / "README.md").read_text(), re.S)
+    (block,) = re.findall(r"```text\n(columns: .*?)```", (ROOT / "README.md").read_text(), re.S)
     everything = f"{init}{tried}{plan}{ran}".replace(str(tmp_path), "/home/me")
     printed = [re.sub(r"[\d,.]+", "9", line) for line in everything.splitlines()]
     assert [line for line in block.splitlines() if re.sub(r"[\d,.]+", "9", line) not in printed] == []

@@ -27,6 +27,7 @@ from pipeline.config.load import load_config, load_values
 from pipeline.input.files import list_files
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.plan import StageRecord
+from pipeline.learn.adapt.references import true_answers
 from pipeline.learn.adapt.rows import layout, metric_of, read_sample
 from pipeline.learn.evaluate.results import Line, Score
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -405,6 +406,12 @@ def test_a_column_that_looks_like_true_answers_is_proposed(tmp_path: Path, fakes
     csv = {"input": {"path": str(tmp_path / "*.csv"), "id": "key", "template": "say {{ q }}"}}
     result = command(job=csv, output=str(tmp_path / "fourth"))
     assert result.exit_code == 0, result.stderr  # although no row of the first file can be read
+
+
+def test_true_answers_have_a_usual_name_or_are_labels() -> None:
+    assert true_answers({"text": ["long enough"], "Label": ["x", None]}) == "Label"
+    assert true_answers({"other": ["X ", None], "label": ["z", "x"]}, ["x", "y"]) == "other"
+    assert true_answers({"other": ["x"], "label": [1]}) is None
 
 
 def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) -> None:
