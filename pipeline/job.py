@@ -106,7 +106,7 @@ def run(
                     night.begin()
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend, check)
-                write_report(folder, job.manifest, config.storage)
+                write_report(folder, job.manifest)
                 if night is None or night.accept(job.manifest, totals):
                     write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)
@@ -137,7 +137,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend, check: Check = "qu
         folder = open_folder(folder.url, job.config.storage)
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
         with (
-            recorded_run(folder, job.config, job.began, left_rows),
+            recorded_run(folder, job.config.devices, job.began),
             backend.session(job.config.actors, folder.url) as session,
             compacting(folder, manifest.fingerprint),
         ):

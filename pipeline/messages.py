@@ -143,6 +143,17 @@ def parsed_control_tokens(count: int) -> str:
     return f"parsed {counted(count, 'control token')} in prompts; set input.special_tokens: text to keep them as text"
 
 
+def too_many_errors(errors: int, rows: int, allowed: float) -> str | None:
+    """Return a warning if more sampled rows have an error than `max_error_rate` = `allowed` permits, else None."""
+    if errors <= allowed * rows:
+        return None
+    return (
+        f"{errors:,} of {counted(rows, 'sampled row')} ({errors / rows:.1%}) cannot be answered, more than "
+        f"max_error_rate = {allowed:g}: the job would end with exit status 3. Leave such rows out of the input, or "
+        "raise max_error_rate"
+    )
+
+
 def write_log(error: BaseException) -> Path | None:
     """Write an error's traceback to a new file in the temporary folder. Return the path, or None if writing fails."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())

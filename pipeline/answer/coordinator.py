@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pipeline.messages import shortened
+
 SHOWN_KINDS = 3  # maximum number of kinds of errors to show
+KIND_CHARS = 60  # characters shown of a kind of errors; kinds that differ only after them count as one
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Coordinator:
                 self.warnings = tuple(warnings)
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
             for kind, answers, *_ in json.loads(kinds or "[]"):
-                self.kinds[kind or "other"] += answers
+                self.kinds[shortened(kind or "other", KIND_CHARS)] += answers
 
     def stop(self) -> set[int]:
         """Let no more shards begin. Return the shards that have begun and are not yet committed."""

@@ -29,7 +29,7 @@ from pipeline import metrics
 from pipeline.answer.coordinator import Coordinator
 from pipeline.answer.output import PartSpec, part_bytes, part_table
 from pipeline.answer.settings import fetched
-from pipeline.answer.stats import ShardStats, ratio
+from pipeline.answer.stats import ShardStats
 from pipeline.input.rows import from_ipc
 from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING
@@ -37,6 +37,9 @@ from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 EXAMPLE_SECONDS = 20.0  # minimum seconds between two example answers of an actor
 EXAMPLE_TOKENS, EXAMPLE_CHARS = 24, 160  # number of a prompt's last tokens to show; maximum characters of a text
+
+# the first shards keep the ends of their first prompts; a report shows them beside the answers
+SHOWN_SHARDS, SHOWN_ROWS, END_TOKENS, END_CHARS = 10, 20, 160, 400
 
 
 class Worker:
@@ -176,8 +179,9 @@ class ShardGenerator:
             self._show(asked, answers)
             table = part_table(rows, answers, self.part, shard)
             data = part_bytes(table, self.part, shard)
-            measured = {**self._measured(engine, began, alone), "prepare_seconds": prepare_seconds}
+            measured = {**self._measured(engine, began), "overlaps": not alone, "prepare_seconds": prepare_seconds}
             measured["control_tokens"] = lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0
+            measured["prompt_ends"] = lambda: self._prompt_ends(shard, asked)
             self.commit(shard, data, ShardStats.of_run(shard.index, table, measured))
             return True
 
@@ -243,23 +247,18 @@ class ShardGenerator:
         self.thread.submit(self.generator.run, work).result()
         return self.generator.finish(work), work.call.stats
 
-    def _measured(self, engine: EngineStats, began: float, alone: bool) -> dict[str, Any]:
+    def _measured(self, engine: EngineStats, began: float) -> dict[str, Any]:
         """Return statistics of the shard that just ended. Its time begins at the previous shard's end or later."""
         with self._turns:
             now = time.perf_counter()
             seconds, self._last_ended = now - max(began, self._last_ended), now
-        finished, device_seconds, tokens = time.time(), seconds * self.devices, engine.generated_tokens
-        money, padded = device_seconds * self.price_per_hour / 3600, engine.padded_prompt_tokens
+        finished, device_seconds = time.time(), seconds * self.devices
         return {
             **asdict(engine),
             "generate_seconds": seconds,
             "device_seconds": device_seconds,
-            "money": money,
-            "device_seconds_per_million_tokens": ratio(alone * device_seconds, tokens / 1e6) or 0.0,
-            "money_per_million_tokens": ratio(alone * money, tokens / 1e6) or 0.0,
-            "tokens_per_second": ratio(alone * tokens, seconds) or 0.0,
-            "padding_fraction": ratio(padded - engine.prompt_tokens, padded) or 0.0,
-            "mean_depth": ratio(engine.layer_steps, engine.decode_steps) or 0.0,
+            "money": device_seconds * self.price_per_hour / 3600,
+            "padding_tokens": engine.padded_prompt_tokens - engine.prompt_tokens,
             "peak_memory_bytes": self.generator.peak_memory_bytes,
             "started": finished - seconds,
             "finished": finished,
@@ -269,6 +268,13 @@ class ShardGenerator:
             "actor": self.worker.actor,
             "loaded": self.loaded,
         }
+
+    def _prompt_ends(self, shard: Shard, asked: Sequence[Prompt]) -> str:
+        """Return JSON of the ends of the shard's first prompts, for the report; "" if the report cannot show them."""
+        if shard.index >= SHOWN_SHARDS:
+            return ""
+        decode = self.generator.tokenizer.decode
+        return json.dumps([decode(list(one.ids[-END_TOKENS:]))[-END_CHARS:] for one in asked[:SHOWN_ROWS]])
 
     def _show(self, asked: Sequence[Prompt], answers: Sequence[Answer]) -> None:
         """Send an example answer to the coordinator, unless one was sent in the last `EXAMPLE_SECONDS`."""

@@ -54,6 +54,7 @@ class Counts:
     layer_steps: int = _unit("layers run, summed over decode steps")
     full_layer_steps: int = _unit("layers that full depth would have run, summed over decode steps")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
+    padding_tokens: int = _unit("tokens computed in prefill that are padding")
     cache_bytes: int = _unit("bytes of the largest batch's cache", total="max")
     peak_memory_bytes: int = _unit("bytes", total="max")
     out_of_memory: int = _unit("batches halved because memory ran out")
@@ -68,12 +69,7 @@ class ShardStats(Counts):
     """Statistics of one shard. A lost record is rebuilt from the part (output file), with fewer values."""
 
     shard: int = _unit("index", total="none")
-    # rates; 0: unknown, e.g. because the shard overlapped with another one
-    device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
-    money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
-    tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
-    padding_fraction: float = _unit("padding as a share of the tokens computed in prefill", 0.0, "none")
-    mean_depth: float = _unit("layers per decode step", 0.0, "none")
+    overlaps: bool = _unit("whether its rows shared steps with another shard's", False, "none")
     started: float = _unit("s since 1970", 0.0, "none")
     finished: float = _unit("s since 1970", 0.0, "none")
     device: str = _unit("name", "", "none")
@@ -85,11 +81,17 @@ class ShardStats(Counts):
     error_kinds: str = _unit("JSON of `error_kinds`", "", "none")
     label_counts: str = _unit("JSON of `label_counts`", "", "none")
     common_answers: str = _unit("JSON of {text: number of answers} for the most frequent texts", "", "none")
+    prompt_ends: str = _unit("JSON list of the ends of the first prompts, as the model read them", "", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
-        """Read statistics from a commit record. Raises KeyError, TypeError or ValueError if the record is damaged."""
-        return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
+        """Read statistics from a commit record. Raises TypeError if a field is missing or unknown.
+
+        The record's digest protects the values, which `of_run` has checked.
+        """
+        if missing := {item.name for item in fields(cls)} - values.keys():
+            raise TypeError(f"no value of {', '.join(sorted(missing))}")
+        return cls(**values)
 
     @classmethod
     def of_run(cls, shard: int, part: pa.Table, measured: Mapping[str, Any]) -> ShardStats:
@@ -118,7 +120,6 @@ class ShardStats(Counts):
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
         known = {
             "generated_tokens": sum(tokens),
-            "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
             "decode_steps": sum(steps),
             "layer_steps": layer_steps,
             "full_layer_steps": num_layers * sum(steps),
@@ -221,7 +222,6 @@ class Totals(Counts):
     """Totals over all committed shards of a job, from this run and from earlier runs."""
 
     shards: int = 0
-    padding_tokens: int = 0
     common_answers: dict[str, int] = field(default_factory=dict)  # frequent text -> number of answers with this text
     labels: dict[str, int] = field(default_factory=dict)  # label -> number of answers, most frequent first
 
@@ -270,14 +270,12 @@ def ratio(part: float, total: float) -> float | None:
 
 def add_up(shards: pa.Table) -> Totals:
     """Return the totals over all shards. shards: one row for each shard, with the columns of `STATS_SCHEMA`."""
-    padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
     labels, common = Counter[str](), Counter[str]()
     for counter, column in ((labels, "label_counts"), (common, "common_answers")):
         for text in filter(None, shards[column].to_pylist()):
             counter.update(json.loads(text))
     values: dict[str, Any] = {
         "shards": shards.num_rows,
-        "padding_tokens": round(pc.sum(padding).as_py() or 0.0),
         "common_answers": dict(_most_frequent_first(common)[:MOST_COMMON]),
         "labels": dict(_most_frequent_first(labels)),
     }
@@ -298,6 +296,28 @@ STATS_SCHEMA = pa.schema(
         for item in fields(ShardStats)
     ]
 )
+
+
+RATES = {  # column -> numerator, denominator, unit
+    "tokens_per_second": ("generated_tokens", "generate_seconds", "generated tokens ÷ generate_seconds"),
+    "padding_fraction": ("padding_tokens", "padded_prompt_tokens", "padding as a share of the tokens of prefill"),
+    "mean_depth": ("layer_steps", "decode_steps", "layers per decode step"),
+}
+
+
+def with_rates(shards: pa.Table) -> pa.Table:
+    """Return shards, which have the columns of `STATS_SCHEMA`, with the columns of `RATES`.
+
+    A rate is null if its denominator is 0; tokens per second also if the shard overlaps with another one.
+    """
+    for name, (part, total, unit) in RATES.items():
+        value, divisor = (pc.cast(shards[column], pa.float64()) for column in (part, total))
+        unknown = pc.equal(divisor, 0)
+        if name == "tokens_per_second":
+            unknown = pc.or_(unknown, shards["overlaps"])
+        rates = pc.divide(value, pc.if_else(unknown, None, divisor))
+        shards = shards.append_column(pa.field(name, pa.float64(), metadata={"unit": unit}), rates)
+    return shards
 
 
 def slowest_shards(shards: pa.Table, count: int) -> pa.Table:

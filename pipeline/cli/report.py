@@ -99,7 +99,7 @@ def _report(url: str, storage: StorageConfig, *, check: bool, write: bool, html:
     if manifest is None:
         raise UserError(f"{url}: no job here (no _job/job.json); name an output folder")
     if html:
-        page = job_page(folder, manifest, read_records(folder, manifest.fingerprint), storage)
+        page = job_page(folder, manifest, read_records(folder, manifest.fingerprint))
         if to is None:
             folder.replace(REPORT, page)
         elif to.is_file() and b"<title>SkipDecode" not in to.read_bytes():

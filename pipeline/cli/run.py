@@ -32,7 +32,7 @@ def run(
         bool, typer.Option(help="Move damaged output files to _job/damaged, and answer their rows again.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
-    show: Annotated[int, typer.Option(min=0, help="At the end, print this many rows with their answers.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="At the end, print this many answers and their prompts' ends.")] = 0,
     log_json: LogJson = False,
     metrics_port: Annotated[
         int | None,
@@ -127,7 +127,7 @@ def try_rows(
         config = advice.load(JobConfig, job, changes)
         from pipeline.advise.try_rows import answer_first_rows, same_tokens
         from pipeline.answer.answer_checks import LEAST_TRIED, texts_of, warnings_of
-        from pipeline.messages import counted, parsed_control_tokens
+        from pipeline.messages import counted, parsed_control_tokens, too_many_errors
 
         tried, same, tokens = answer_first_rows(config, rows, echo), 0, 0
         for row in tried:
@@ -161,7 +161,9 @@ def try_rows(
             echo(parsed_control_tokens(parsed))
         answers = [answer for row in tried for answer in row.answers]
         cut_off = sum(answer.finish_reason == "length" for answer in answers)
-        for line in warnings_of(texts_of(answers), LEAST_TRIED, cut_off):
+        failed = sum(any(answer.error is not None for answer in row.answers) for row in tried)
+        too_many = too_many_errors(failed, len(tried), config.max_error_rate)
+        for line in filter(None, [too_many, *warnings_of(texts_of(answers), LEAST_TRIED, cut_off)]):
             echo(f"warning: {line}")
         if all(answer.error is not None for answer in answers):
             raise stop(ROW_ERRORS, f"none of {counted(len(tried), 'row')} has an answer")

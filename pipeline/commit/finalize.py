@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.answer.stats import STATS_SCHEMA, Totals, add_up
+from pipeline.answer.stats import STATS_SCHEMA, Totals, add_up, with_rates
 from pipeline.commit.records import drop_records, read_all, record_name
 from pipeline.commit.sink import REPAIR, SUCCESS, Check, damaged_parts, load_records, part_files, part_name
 from pipeline.input.shards import Shard
@@ -83,7 +83,7 @@ def check_rows(records: pa.Table, parts: Mapping[int, FileInfo], shards: Sequenc
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
     """Write the files `STATS` and `SUMMARY` from `records`, and return the totals. The job may be unfinished."""
     totals = totals_of(records)
-    folder.replace(STATS, parquet_bytes(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA)))
+    folder.replace(STATS, parquet_bytes(with_rates(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA))))
     write_json(folder, SUMMARY, summary(folder, manifest, totals), indent=2)
     return totals
 

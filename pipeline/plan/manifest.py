@@ -25,6 +25,7 @@ from pipeline.input.rows import common_schema, decode, read_layout
 from pipeline.input.schema import plain
 from pipeline.input.shards import Shard, cut_shards
 from pipeline.input.text_files import with_json_fields
+from pipeline.messages import counted
 from pipeline.plan.batching import Batching, plan_batching
 from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.hardware import Hardware
@@ -91,7 +92,7 @@ def plan_job(
         pinned, schema = read_footers(config, first, limit if preview else None)
         rows = sum(file.rows for file in pinned)
         if rows == 0:
-            raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
+            raise NoRows(f"{config.input.path[0]}: no rows in {counted(len(pinned), 'file')}")
         if not preview:
             pinned = with_digests(pinned)
         batching = plan_batching(config, resolved, min(rows, limit or rows), hardware)

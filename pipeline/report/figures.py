@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from pipeline.answer.stats import Totals
+from pipeline.commit.results import rows_of
 from pipeline.commit.runs import JobRun
+from pipeline.commit.sink import part_name
 from pipeline.messages import counted, duration, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
+from pipeline.storage.folder import Folder
 
 MOST_KINDS = 1000  # maximum number of error kinds that are counted separately; all others are counted together
 SHOWN_KINDS = 20
@@ -35,31 +39,35 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
     return listed[:SHOWN_KINDS] + ([{"kind": "", "answers": rest}] if rest else [])
 
 
-def run_spans(runs: Sequence[JobRun], shards: pa.Table) -> list[tuple[float, float]]:
-    """Return (begin, end) of each run, in s since 1970. The run's shards give the times that are not recorded."""
-    started, finished = (shards[name].to_numpy() for name in ("started", "finished"))
-    timed = started > 0
-    started, finished = started[timed], finished[timed]
-    begins = [run.began for run in runs]
-    if len(started) and (not runs or started.min() < begins[0]):
-        begins.insert(0, float(started.min()))
-    ends = [*[None] * (len(begins) - len(runs)), *(run.ended for run in runs)]
-    places = np.searchsorted(np.array(begins), started, side="right") - 1
-    spans = []
-    for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        last = max(finished[places == number], default=begin)
-        # a shard may finish after the run was stopped, and the clocks of nodes differ
-        spans.append((begin, max(float(last), end or begin)))
-    return spans
+def first_answers(folder: Folder, shards: pa.Table, count: int) -> list[tuple[str | None, dict[str, Any]]]:
+    """Return the first `count` committed rows, each after the end of its prompt, as the model read it.
+
+    The end of a prompt is None if no commit record keeps it. Stop at a part (output file) that cannot be read.
+    """
+    found = list[tuple[str | None, dict[str, Any]]]()
+    with suppress(OSError, ValueError):
+        for index, kept in zip(shards["shard"].to_pylist(), shards["prompt_ends"].to_pylist(), strict=True):
+            if len(found) >= count:
+                break
+            ends, prompt = iter(json.loads(kept or "[]")), None
+            for row in rows_of(folder.read(part_name(index))):
+                prompt = prompt if row["sample_index"] else next(ends, None)
+                found.append((prompt or None, row))
+    return found[:count]
 
 
-def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
-    """Return the device-seconds of all runs, including start-up and idle time; None if no run is recorded."""
-    if not runs:
-        return None
-    spans = run_spans(runs, shards)
-    devices = [*[runs[0].devices] * (len(spans) - len(runs)), *(run.devices for run in runs)]
-    return sum((end - begin) * count for (begin, end), count in zip(spans, devices, strict=True))
+def held(runs: Sequence[JobRun], shards: pa.Table) -> tuple[float, float]:
+    """Return the wall time of all recorded runs in s, and their device-seconds, both with start-up and idle time.
+
+    A run that was killed ends with its last shard.
+    """
+    finished, wall, device_seconds = shards["finished"].to_numpy(), 0.0, 0.0
+    ends = [*(run.began for run in runs[1:]), math.inf]
+    for run, until in zip(runs, ends, strict=False):
+        last = max(finished[(finished >= run.began) & (finished < until)], default=run.began)
+        seconds = float(last if run.ended is None else run.ended) - run.began
+        wall, device_seconds = wall + seconds, device_seconds + seconds * run.devices
+    return wall, device_seconds
 
 
 def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shards: pa.Table) -> Iterator[str]:
@@ -95,10 +103,12 @@ def total_lines(manifest: Manifest, totals: Totals, runs: Sequence[JobRun], shar
         f"prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%"
     )
-    if runs and (wall := sum(end - begin for begin, end in run_spans(runs, shards))):
+    wall, device_seconds = held(runs, shards)
+    if wall:
         tokens = f", {totals.generated_tokens / wall:,.1f} tokens/s" if totals.decode_steps else ""
         yield f"{counted(len(runs), 'run')} took {duration(wall)}: {totals.rows / wall:,.1f} rows/s{tokens}"
-    yield from _cost(totals, held_seconds(runs, shards))
+    if totals.generated_tokens:
+        yield _cost(totals, device_seconds)
     yield (
         f"KV cache: at most {totals.cache_bytes / 2**20:.1f} MiB per batch; peak memory of an actor: "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB"
@@ -126,15 +136,14 @@ def _nominal(manifest: Manifest, totals: Totals) -> str:
     return f"nominal speed-up: {asked}{prompts}"
 
 
-def _cost(totals: Totals, held: float | None) -> Iterator[str]:
-    """Yield lines with device-seconds and money: total, and per million tokens or answers. held: see `held_seconds`."""
-    if not totals.generated_tokens:
-        return
+def _cost(totals: Totals, held: float) -> str:
+    """Return the line about device-seconds and money. held: device-seconds of all runs; 0 if no run is recorded."""
     price = totals.money / totals.device_seconds if totals.device_seconds else 0.0
+    seconds, at_work = held or totals.device_seconds, f"{totals.device_seconds:,.1f} at work"
+    each = 1e6 * seconds / totals.generated_tokens
+    whole, million = (f" and money {price * amount:,.4g}" if price else "" for amount in (seconds, each))
     unit = "generated token" if totals.decode_steps else "answer"
-    for name, seconds in (("at work", totals.device_seconds), ("with start-up and idle", held)):
-        if seconds is not None:
-            each = 1e6 * seconds / totals.generated_tokens
-            whole, million = (f" and money {price * amount:,.4g}" if price else "" for amount in (seconds, each))
-            amounts = f"{seconds:,.1f} device-seconds{whole}; {each:,.0f} device-seconds{million}"
-            yield f"cost {name}: {amounts} for a million {unit}s"
+    return (
+        f"cost: {seconds:,.1f} device-seconds ({at_work}){whole}; "
+        f"{each:,.0f} device-seconds{million} for a million {unit}s"
+    )

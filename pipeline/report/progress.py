@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pipeline import metrics
 from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
-from pipeline.messages import counted, escaped, shortened
+from pipeline.messages import counted, escaped
 from pipeline.runtime.announce import announce, goes_to_log
 from pipeline.storage.concurrency import repeating
 
@@ -29,7 +29,6 @@ PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 RATE_SECONDS = 300.0  # rates are computed from the commits in the last RATE_SECONDS
 EXAMPLE_SECONDS = 60.0  # time between two answers shown as examples
-KIND_CHARS = 60  # maximum number of characters shown of each kind of error
 STARVED_SECONDS = 20.0  # the progress line shows that actors wait for rows if they have waited longer than this
 
 
@@ -54,7 +53,7 @@ def progress_line(run: RunProgress, found: Mapping[str, float], seconds: float, 
     """Return the progress line. found: the result of `rates`. seconds: time since the start."""
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
-        kinds = ", ".join(f"{answers:,} {shortened(kind, KIND_CHARS)}" for kind, answers in run.kinds)
+        kinds = ", ".join(f"{answers:,} {kind}" for kind, answers in run.kinds)
         line += f" ({counted(run.errors, 'error')}{': ' if kinds else ''}{kinds})"
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.answer.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
+from pipeline.answer.stats import STATS_SCHEMA, Totals, slowest_shards, with_rates
 from pipeline.commit.finalize import STATS, SUMMARY
-from pipeline.commit.results import recorded, rows_of
+from pipeline.commit.records import read_records
+from pipeline.commit.results import recorded
 from pipeline.commit.runs import JobRun, read_runs
-from pipeline.commit.sink import SUCCESS, part_name
+from pipeline.commit.sink import SUCCESS
 from pipeline.config.job import StorageConfig
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
-from pipeline.report.figures import error_kinds, total_lines
-from pipeline.report.job_page import REPORT, prompt_texts
+from pipeline.report.figures import error_kinds, first_answers, total_lines
+from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
@@ -41,13 +42,13 @@ def print_report(
     console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
 ) -> None:
     """Print a table of the slowest shards (at most `SHOWN_SHARDS`), then the totals. runs: the job's runs."""
-    shown = [ShardStats(**row) for row in slowest_shards(shards, SHOWN_SHARDS).select(STATS_SCHEMA.names).to_pylist()]
+    shown = with_rates(slowest_shards(shards.select(STATS_SCHEMA.names), SHOWN_SHARDS)).sort_by("shard").to_pylist()
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     columns = _columns(totals)
     for name in columns:
         table.add_column(name, justify="right")
-    for shard in sorted(shown, key=lambda shard: shard.shard):
+    for shard in shown:
         table.add_row(*(value(shard) for value in columns.values()))
     console.print(table)
     console.print()
@@ -60,20 +61,22 @@ def print_report(
     console.print("\n".join(lines))
 
 
-def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
+def _columns(totals: Totals) -> dict[str, Callable[[Mapping[str, Any]], str]]:
     """Return column title -> function that formats a shard's cell. Without decode steps, omit decode columns."""
-    columns: dict[str, Callable[[ShardStats], str]] = {
-        "shard": lambda shard: str(shard.shard),
-        "rows": lambda shard: f"{shard.rows:,}",
-        "errors": lambda shard: f"{shard.errors:,}",
-        "prompt tok": lambda shard: f"{shard.prompt_tokens:,}",
-        "new tok": lambda shard: f"{shard.generated_tokens:,}",
-        "prefill s": lambda shard: f"{shard.prefill_seconds:.2f}",
-        "decode s": lambda shard: f"{shard.decode_seconds:.2f}",
-        "tok/s": lambda shard: f"{shard.tokens_per_second:,.0f}" if shard.tokens_per_second else "-",
-        "rows/s": lambda shard: f"{shard.rows / shard.generate_seconds:,.1f}" if shard.tokens_per_second else "-",
-        "pad %": lambda shard: f"{100 * shard.padding_fraction:.1f}",
-        "depth": lambda shard: f"{shard.mean_depth:.2f}",
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "shard": lambda shard: str(shard["shard"]),
+        "rows": lambda shard: f"{shard['rows']:,}",
+        "errors": lambda shard: f"{shard['errors']:,}",
+        "prompt tok": lambda shard: f"{shard['prompt_tokens']:,}",
+        "new tok": lambda shard: f"{shard['generated_tokens']:,}",
+        "prefill s": lambda shard: f"{shard['prefill_seconds']:.2f}",
+        "decode s": lambda shard: f"{shard['decode_seconds']:.2f}",
+        "tok/s": lambda shard: f"{shard['tokens_per_second']:,.0f}" if shard["tokens_per_second"] else "-",
+        "rows/s": lambda shard: (
+            f"{shard['rows'] / shard['generate_seconds']:,.1f}" if shard["tokens_per_second"] else "-"
+        ),
+        "pad %": lambda shard: f"{100 * (shard['padding_fraction'] or 0):.1f}",
+        "depth": lambda shard: f"{shard['mean_depth'] or 0:.2f}",
     }
     hidden = {"rows/s"} if totals.decode_steps else {"new tok", "decode s", "tok/s", "depth"}
     return {title: cell for title, cell in columns.items() if title not in hidden}
@@ -94,16 +97,16 @@ def _labels(totals: Totals, manifest: Manifest) -> str:
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int, storage: StorageConfig) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
-    for row in shown_rows(folder, result.manifest, show, storage) if show else []:
-        console.print(f"\n[{'no id' if row['id'] is None else row['id']}]")
-        for name in ("prompt", "generated_text", "error"):
-            if row.get(name) is not None:
-                title = "answer" if name == "generated_text" else name
-                console.print(f"  {title}: {row[name]}")
     if show:
+        for prompt, row in first_answers(folder, read_records(folder, result.manifest.fingerprint), show):
+            console.print(f"\n[{'no id' if row['id'] is None else row['id']}]")
+            for title, text in (("prompt", prompt), ("answer", row["generated_text"]), ("error", row["error"])):
+                if text is not None:
+                    console.print(f"  {title}: {text}")
         console.print()
     if result.fresh_rows:
-        print_report(console, result.manifest, read_parquet(folder.read(STATS)), result.totals, read_runs(folder))
+        shards = read_parquet(folder.read(STATS))
+        print_report(console, result.manifest, shards, result.totals, read_runs(folder))
         of_all = result.fresh_rows < result.totals.rows
         lines = [f"this run answered {counted(result.fresh_rows, 'row')} of them"] if of_all else []
     else:
@@ -130,16 +133,3 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
     """
     totals = read_json(folder, SUCCESS, Totals)
     return [] if totals is None else [(totals.errors, totals.rows)]
-
-
-def shown_rows(folder: Folder, manifest: Manifest, count: int, storage: StorageConfig) -> list[dict[str, Any]]:
-    """Return the first `count` rows of the output, each with its prompt."""
-    shown, prompt = list[dict[str, Any]](), ""
-    for shard in manifest.shards:
-        if len(shown) >= count:
-            break
-        prompts = iter(prompt_texts(manifest, replace(shard, rows=min(shard.rows, count)), storage))
-        for row in rows_of(folder.read(part_name(shard.index))):
-            prompt = prompt if row["sample_index"] else next(prompts, "")
-            shown.append({"prompt": prompt or None, **row})
-    return shown[:count]

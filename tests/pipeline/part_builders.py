@@ -110,16 +110,12 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "generate_seconds": 4.0,
         "device_seconds": 8.0,
         "money": 0.02,
-        "device_seconds_per_million_tokens": 8e6 / max(sum(row + 1 for row in good), 1),
-        "money_per_million_tokens": 0.02e6 / max(sum(row + 1 for row in good), 1),
-        "tokens_per_second": 25.0,
         "batches": 2,
-        "padding_fraction": 0.25,
-        "mean_depth": 3.0 if steps else 0.0,
         "decode_steps": steps,
         "layer_steps": 3 * steps,
         "full_layer_steps": LAYERS * steps,
         "padded_prompt_tokens": 80,
+        "padding_tokens": 20,
         "cache_bytes": 1000,
         "peak_memory_bytes": 5000,
         "started": 100.0,
@@ -153,7 +149,7 @@ def manifest_of(shards: list[Shard]) -> Manifest:
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
 MANIFEST = manifest_of(SHARDS)
 COUNTED = [  # statistics that a part shows
-    *("shard", "rows", "answers", "errors", "prompt_tokens", "generated_tokens", "mean_depth"),
+    *("shard", "rows", "answers", "errors", "prompt_tokens", "generated_tokens"),
     *("decode_steps", "layer_steps", "full_layer_steps", "stopped", "cut_off", "error_kinds", "label_counts"),
 ]
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_printed_changes_no_exit_status_of_a_finished_job(
     assert first.exit_code == code, first.output
     shown = ("run", str(tmp_path / "job.yaml"), "--show", "2")
     done = command(*shown)
-    assert done.returncode == code and "prompt: \\u6f22\n" in done.stdout
+    assert done.returncode == code and "prompt: <s> \\u6f22<sep>\n" in done.stdout
     with open("/dev/full", "w") as full:
         done = command(*shown, stdout=full)
         assert done.returncode == code
@@ -148,7 +148,7 @@ def test_a_store_that_fails_after_the_job_has_finished_is_no_failure(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(summary, "shown_rows", Mock(side_effect=StoreFailed("s3://bucket/out: the store failed")))
+    monkeypatch.setattr(summary, "first_answers", Mock(side_effect=StoreFailed("s3://bucket/out: the store failed")))
     done = invoke(tmp_path, job, "--show", "1", "--json")
     assert done.exit_code == 0, done.output
     assert "s3://bucket/out: the store failed; see `skipdecode report " in caplog.text

@@ -160,8 +160,8 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
     assert done.totals.control_tokens == 2
     print_result(wide_console(), open_folder(str(tmp_path / "out"), StorageConfig()), done, 2, StorageConfig())
     shown = capsys.readouterr().out
-    assert said in shown and "\n[a]\n  prompt: alpha<pad>bravo<sep>\n  answer: " in shown
-    assert "\n  prompt: food :m: [b]\n  answer: " in shown  # neither an emoji nor markup
+    assert said in shown and "\n[a]\n  prompt: <s> alpha<pad> bravo<sep><sep>\n  answer: " in shown
+    assert "food :m: [b]" in shown  # neither an emoji nor markup
 
 
 def test_end_tokens_and_settings_that_are_not_followed_are_named(

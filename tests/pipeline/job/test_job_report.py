@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from recorded_metrics import Recorded
 
 from pipeline import job as jobs
 from pipeline import metrics
+from pipeline.answer import stage
 from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
 from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import RUNS, read_runs, recorded_run
@@ -27,6 +29,8 @@ from pipeline.metrics import METRICS
 from pipeline.report import job_page
 from pipeline.report.job_page import REPORT
 from pipeline.report.progress import shown_progress
+from pipeline.report.summary import print_result
+from pipeline.runtime.wide_console import wide_console
 from pipeline.storage.folder import LocalFolder, open_folder, write_json
 
 
@@ -43,11 +47,10 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     run_in_process(config)
     page = (output / REPORT).read_text()
     assert "all 10 rows are accounted for" in page and "prompt is null" in page and "part-000000.parquet" in page
-    first, second = page.index('<td class="text long">alpha 0</td>'), page.index('<h2 id="reasons">')
-    assert page.index('<h2 id="answers">') < first < second and "not known" not in page  # answers and prompts open it
+    first, second = page.index('<td class="long">&lt;s&gt; alpha 0&lt;sep&gt;</td>'), page.index('<h2 id="errors">')
+    assert page.index('<h2 id="first-answers">') < first < second  # answers and prompts open it
     (run,) = read_runs(open_folder(str(output), StorageConfig()))
-    assert run.ended is not None and run.began <= run.answering <= run.ended
-    assert run.rows == 10 and run.config["sampling"] == {"max_new_tokens": 6} and "torch" in run.versions
+    assert run.ended is not None and run.began <= run.ended and "torch" in run.versions
     summary = json.loads((output / "_job" / "summary.json").read_text())
     assert summary["stopped"] + summary["cut_off"] == 9
     assert run_in_process(config).fresh_rows == 0
@@ -106,6 +109,31 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(tmp_path: Path, ch
     assert json.loads((output / "_job" / "summary.json").read_text())["labels"] == counts  # of rebuilt records
 
 
+def test_prompts_are_shown_as_the_model_read_them(
+    tmp_path: Path,
+    chat_checkpoint: Path,
+    reports: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of what template and chat template make of a row, not its columns; on the page and with `run --show`."""
+    monkeypatch.setattr(stage, "END_CHARS", 30)
+    texts = ["cheap pub food", "short <b> \x1b[2J", None]
+    table = pa.table({"id": ["a", "b", "c"], "a_text": pa.array(texts, pa.string()), "prompt": ["unread"] * 3})
+    pq.write_table(table, tmp_path / "in.parquet")
+    own = {"input": {"id": "id", "template": "Q: {{ a_text }}", "chat": True}, "output": {"keep": ["prompt"]}}
+    config = job_config(tmp_path / "in.parquet", tmp_path / "out", chat_checkpoint, **own)
+    done = run_in_process(config)
+    page = (tmp_path / "out" / REPORT).read_text()
+    ends = re.findall(r'<tr><td class="long">(.*?)</td>', page, flags=re.S)
+    assert len(ends) == 3 and len(html.unescape(ends[0])) == 30 and "food" in ends[0] and "Q:" not in ends[0]
+    assert ends[1].endswith("&lt;b&gt; \\x1b[2J&lt;/s&gt; [assistant]") and not ends[2]
+    assert "unread" not in page
+    print_result(wide_console(), open_folder(str(tmp_path / "out"), StorageConfig()), done, 2, StorageConfig())
+    shown = capsys.readouterr().out
+    assert "<b> \\x1b[2J</s> [assistant]\n" in shown and "\x1b" not in shown and "unread" not in shown
+
+
 def test_a_report_that_fails_does_not_fail_the_job(
     tmp_path: Path, checkpoint: Path, reports: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,20 +151,20 @@ def test_a_report_that_fails_does_not_fail_the_job(
     assert "ZeroDivisionError" in traceback.read_text()
 
 
-def test_every_end_of_a_run_is_recorded(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, config = LocalFolder(str(tmp_path), tmp_path), job(tmp_path, checkpoint)
+def test_every_end_of_a_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = LocalFolder(str(tmp_path), tmp_path)
 
     def stopped() -> None:
-        with recorded_run(folder, config, 100.0, 10):
+        with recorded_run(folder, 2.0, 100.0):
             assert read_runs(folder)[0].ended is None
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
-    with recorded_run(folder, config, 200.0, 4):
+    with recorded_run(folder, 2.0, 200.0):
         pass
     first, second = read_runs(folder)
-    assert (first.rows, second.rows) == (10, 4) and first.ended is not None and second.ended is not None
+    assert (first.began, second.began) == (100.0, 200.0) and first.ended is not None and second.ended is not None
     folder.replace(RUNS, b"[1]")  # damaged: the report does without
     assert read_runs(folder) == []
 
@@ -144,7 +172,7 @@ def test_every_end_of_a_run_is_recorded(tmp_path: Path, checkpoint: Path, monkey
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(LocalFolder, "replace", full)
-    with recorded_run(folder, config, 300.0, 1):
+    with recorded_run(folder, 2.0, 300.0):
         pass
 
 
@@ -154,24 +182,22 @@ def test_console_and_page_give_one_cost_and_no_ratio_of_times(tmp_path: Path, ch
     run_in_process(config)
     printed = report(output).stdout
     page = html.unescape((output / REPORT).read_text())
-    for begin in ("cost at work: ", "cost with start-up and idle: ", "nominal speed-up: "):
+    for begin in ("cost: ", "nominal speed-up: "):
         (line,) = [line for line in printed.splitlines() if line.startswith(begin)]
         assert f"<p>{line}</p>" in page
     assert "wall-clock speed-up" not in printed + page  # the job has not run at full depth
 
 
-@pytest.mark.parametrize("before", [{}, {"torch": "1.0", "skipdecode": "0.0.1", "C++ compiler": "g++ 12"}])
+@pytest.mark.parametrize("before", [{}, {"torch": "1.0", "skipdecode": "0.0.1"}])
 def test_a_run_that_goes_on_under_other_versions_names_them_in_one_line(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: Any
 ) -> None:
-    """Without its compiler, other products answer, which round otherwise."""
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    folder, config = LocalFolder(str(tmp_path), tmp_path), job(tmp_path, checkpoint)
-    with recorded_run(folder, config, 100.0, 10):
+    folder = LocalFolder(str(tmp_path), tmp_path)
+    with recorded_run(folder, 2.0, 100.0):
         pass
     (run,) = read_runs(folder)
     write_json(folder, RUNS, [asdict(replace(run, versions={**run.versions, **before}))])
-    with recorded_run(folder, config, 200.0, 4):
+    with recorded_run(folder, 2.0, 200.0):
         pass
     lines = [line for line in caplog.messages if "other versions" in line]
     assert len(lines) == bool(before) and all(f"{name} {old} -> " in lines[0] for name, old in before.items())

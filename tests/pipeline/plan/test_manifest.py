@@ -510,6 +510,7 @@ def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> 
     for path in (a, b):
         pq.write_table(table(0), path)
     assert refusal(job(inputs, checkpoint)) == f"{inputs}: no rows in 2 files"
+    assert refusal(job(a, checkpoint)) == f"{a}: no rows in 1 file"
     pq.write_table(table(1), b)
     assert plan(job(inputs, checkpoint)).rows == 1
 

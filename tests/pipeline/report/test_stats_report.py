@@ -31,13 +31,13 @@ from part_builders import (
 )
 
 from pipeline.answer.coordinator import Coordinator, RunProgress, Workload
-from pipeline.answer.stats import Counts, ShardStats, add_up
+from pipeline.answer.stats import Counts, ShardStats, add_up, with_rates
 from pipeline.commit.runs import JobRun
 from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.report import progress
-from pipeline.report.figures import error_kinds, held_seconds
+from pipeline.report.figures import error_kinds, held
 from pipeline.report.progress import progress_line, rates
 from pipeline.report.summary import print_report
 from pipeline.runtime.wide_console import wide_console
@@ -54,7 +54,6 @@ ANY_STATS = st.builds(
     ShardStats,
     **{
         **{one.name: KINDS[str(one.type)] for one in fields(ShardStats)},
-        "padding_fraction": st.floats(0, 1),
         **dict.fromkeys(("label_counts", "common_answers"), LABELS),
     },
 )
@@ -77,8 +76,8 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
         by_label.update(json.loads(shard.label_counts or "{}"))
     assert totals.labels == by_label and list(totals.labels.values()) == sorted(by_label.values(), reverse=True)
     computed = sum(shard.padded_prompt_tokens for shard in shards)
-    padding = sum(shard.padding_fraction * shard.padded_prompt_tokens for shard in shards)
-    assert totals.padding_fraction * computed == pytest.approx(padding, abs=0.6)  # padding is rounded to tokens
+    padding = sum(shard.padding_tokens for shard in shards)
+    assert totals.padding_fraction == (padding / computed if computed else 0)
     json.dumps(totals.to_dict(), allow_nan=False)
 
 
@@ -92,8 +91,15 @@ def test_a_table_has_one_row_per_shard_and_units(shards: list[ShardStats]) -> No
     table = to_table(shards)
     assert table.to_pylist() == [asdict(shard) for shard in shards]
     assert table.column_names == [one.name for one in fields(ShardStats)]
-    for one in table.schema:
+    rated = with_rates(table)
+    for one in rated.schema:
         assert one.metadata[b"unit"], one.name
+    for shard, row in zip(shards, rated.to_pylist(), strict=True):
+        is_known = shard.generate_seconds and not shard.overlaps
+        assert (row["tokens_per_second"] is not None) == bool(is_known)
+        assert row["mean_depth"] == (shard.layer_steps / shard.decode_steps if shard.decode_steps else None)
+        padded = shard.padded_prompt_tokens
+        assert row["padding_fraction"] == (shard.padding_tokens / padded if padded else None)
     assert table.schema.field("generate_seconds").metadata[b"unit"].startswith(b"s")
     assert table.schema.field("peak_memory_bytes").metadata[b"unit"] == b"bytes"
 
@@ -131,10 +137,6 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
     counted = ShardStats.from_record(json.loads(json.dumps(asdict(commits.stats[7]))))
     assert counted.device_seconds == 2 * counted.generate_seconds > 0
     assert counted.money == pytest.approx(counted.device_seconds / 2)
-    if counted.generated_tokens:
-        per_token = counted.device_seconds / counted.generated_tokens
-        assert counted.device_seconds_per_million_tokens == pytest.approx(1e6 * per_token)
-        assert counted.money_per_million_tokens == pytest.approx(1e6 * per_token / 2)
     table = pq.read_table(io.BytesIO(commits.parts[7]))
     told = ShardStats.of_part(7, table, LAYERS)
     samples = 3 if cache_bytes == 2**30 else 1
@@ -144,8 +146,9 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
     assert counted.prepare_seconds == 0.25 and counted.generate_seconds > 0 and not counted.rebuilt
     for name in COUNTED:
         known = getattr(counted, name)
-        assert getattr(told, name) == (pytest.approx(known) if name == "mean_depth" else known), name
-    assert 0 < counted.mean_depth < LAYERS
+        assert getattr(told, name) == known, name
+    assert 0 < counted.layer_steps < counted.full_layer_steps and json.loads(counted.prompt_ends)[2] == ""
+    assert json.loads(counted.prompt_ends)[0].startswith("<s>") and told.prompt_ends == ""
 
 
 def printed(shards: pa.Table, manifest: Manifest = MANIFEST) -> str:
@@ -162,7 +165,7 @@ def test_the_report_can_be_read() -> None:
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
     assert "cut off at a length limit (sampling.max_new_tokens, context): 8 of 8" in text
     tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
-    assert "cost at work: 24.0 device-seconds and money 0.06; " in text
+    assert "cost: 24.0 device-seconds (24.0 at work) and money 0.06; " in text
     assert f"; {24e6 / tokens:,.0f} device-seconds and money {0.06e6 / tokens:,.4g} for a million" in text
     free = printed(to_table([replace(part_stats(SHARDS[0]), money=0.0)]))
     assert "device-seconds" in free and "money" not in free
@@ -178,7 +181,7 @@ def test_the_report_can_be_read() -> None:
 
 def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
     counts = json.dumps({f"label [b]{number}\n": 100 - number for number in range(12)})
-    none = {"decode_steps": 0, "layer_steps": 0, "full_layer_steps": 0, "mean_depth": 0.0}
+    none = {"decode_steps": 0, "layer_steps": 0, "full_layer_steps": 0}
     one = part_stats(SHARDS[0], answers=1200, rows=1200, stopped=1200, cut_off=0, label_counts=counts, **none)
     text = printed(to_table([one, replace(one, shard=1, label_counts="")]))
     title = text.splitlines()[1].split()
@@ -343,6 +346,15 @@ def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_
         assert said[-3].endswith("elapsed: the first rows") and len(said) == 6  # each once, within ten seconds
 
 
+def test_a_line_shows_kinds_that_look_the_same_as_one() -> None:
+    coordinator = Coordinator()
+    for shard, end in enumerate(("country", "city")):
+        kinds = json.dumps([[f"template: a null is printed; {'x' * 60} {end}", 1 + shard, "", ""], ["", 1, "", ""]])
+        coordinator.ended(shard, True, 10, 2, 0, kinds)
+    kinds = dict(coordinator.read().kinds)
+    assert list(kinds.values()) == [3, 2] and all(len(kind) <= 61 for kind in kinds)
+
+
 def test_errors_are_grouped_over_shards() -> None:
     kinds = [[["x …", 3, "a", "x 1"], ["y", 1, "b", "y"]], None, [["y", 4, "c", "y"], ["", 2, "", ""]]]
     shards = [
@@ -354,10 +366,8 @@ def test_errors_are_grouped_over_shards() -> None:
 
 
 def test_the_devices_of_a_run_are_held_from_its_beginning_to_its_end() -> None:
-    """The run held two devices for 25 s."""
-    shards = to_table([part_stats(Shard(0, "u", 0, 10), started=105.0, finished=120.0)])
-    runs = [JobRun(100.0, 102.0, 10, 2.0, 125.0)]
-    held = held_seconds(runs, shards)
-    assert held == 50.0 and held_seconds([], shards) is None
-    earlier = JobRun(0.0, 1.0, 20, 4.0, 10.0)  # each run has its own devices
-    assert held_seconds([earlier, *runs], shards) == 4 * 10 + held
+    """Two runs of 25 s and 10 s; the first was killed, and ends with its last shard."""
+    shards = to_table([part_stats(Shard(0, "u", 0, 10), finished=end) for end in (110.0, 125.0, 205.0)])
+    runs = [JobRun(100.0, 4.0), JobRun(200.0, 2.0, 210.0)]
+    assert held(runs, shards) == (35.0, 4 * 25 + 2 * 10) and held([], shards) == (0, 0)
+    assert held([JobRun(300.0, 4.0)], shards) == (0, 0)  # no shard ended in this run
