@@ -86,8 +86,8 @@ class InputConfig(Section):
     )
     sampling: Annotated[str | dict[str, str] | None, BeforeValidator(_sampling_columns)] = Field(
         None,
-        description="columns with sampling parameters per row: a struct, map or JSON column, or {parameter: column}; "
-        "null in a row: the job's value",
+        description="column of structs with sampling parameters per row, or {parameter: column}; null in a row: the "
+        "job's value",
     )
     choices: str | None = Field(
         None, description="column in which each row lists the labels for its answer; null in a row: the job's choices"

@@ -6,7 +6,8 @@ import glob
 import io
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,15 +44,6 @@ _TABLES = {  # folder that marks a table -> kind of table, and remedy
 ENCODINGS = {  # that Arrow reads; BIT_PACKED is only for levels
     *("PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED", "BYTE_STREAM_SPLIT"),
     *("DELTA_BINARY_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"),
-}
-_MAGIC = {  # first bytes of formats that are often mistaken for Parquet
-    b"ARROW1": "an Arrow IPC file",
-    b"PARE": "encrypted Parquet",
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "a zip archive",
-    b"(\xb5/\xfd": "zstandard",
-    b"ORC": "ORC",
-    b"Obj\x01": "Avro",
 }
 
 
@@ -101,9 +93,11 @@ def list_files(
             found, nothing = _named(path, fs, inside, given)
         except UserError:
             raise
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
             if may_be_empty and not is_local:
                 return {}
+            if is_local and os.path.islink(error.filename or ""):
+                raise UserError(f"{error.filename}: broken link; restore the file there, or remove the link") from None
             raise UserError(f"{path}: no such file or folder{where_sought(path)}") from None
         except (PermissionError, NoSuchBucket, ValueError) as error:
             raise UserError(f"{path}: cannot be listed: {flat(error)}") from None
@@ -122,21 +116,21 @@ def _named(
     path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
 ) -> tuple[dict[str, tuple[int, str]], str]:
     """Return the files at `path` as name -> (bytes, version), and the error message to use if there are none."""
-    if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
-        raise _broken_link(inside)
-    is_glob = glob.has_magic(inside)
-    with suppress(PermissionError):  # a store may deny access to a missing name; then the path is a glob
-        is_glob = is_glob and not fs.exists(inside)
-    is_folder = not is_glob and fs.isdir(inside)
-    folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
+    entry: dict[str, Any] | None = None
+    try:
+        entry = fs.info(inside)  # this asks for the object first, so one object can be read without listing its bucket
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # a store may deny access to a missing name
+        if not glob.has_magic(inside):
+            raise
+    is_folder = entry is not None and entry["type"] == "directory"
+    folder = inside if is_folder else fixed_part(inside) if entry is None else os.path.dirname(inside)
     if given is None:
         with suppress(PermissionError):  # the user may have no access to the folders above
             _check_no_table(fs, folder)
-    if is_glob:
+    if entry is None:
         nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are ignored"
         return _files_below(fs, folder, inside, given), nothing
     if not is_folder:
-        entry = fs.info(inside)
         size_and_version = int(entry["size"]), _version(entry, fs, inside)
         return {inside: size_and_version} if entry["type"] == "file" else {}, f"{path}: neither a file nor a folder"
     below = _files_below(fs, inside, None, given)
@@ -176,37 +170,30 @@ def _files_below(
 def _local_files(
     fs: LocalFileSystem, folder: str, pattern: str | None, given: InputFormat | None
 ) -> dict[str, tuple[int, str]]:
-    """List local files as `_files_below` does. Follow links, except a link to a folder that contains the link."""
+    """List local files as `_files_below` does."""
     matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
     max_depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
     found: dict[str, tuple[int, str]] = {}
-    # folders to list, each with the (device, inode) pairs of the folders above it
-    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]
-    while folders:
-        path, above = folders.pop()
-        status = os.stat(path)
-        here = status.st_dev, status.st_ino
-        if here in above or len(above) == max_depth:
-            continue
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if given is None:
-                    _refuse_table(f"{entry.path}/", fs)
-                if HIDDEN.match(entry.name):
-                    continue
-                if entry.is_symlink() and not os.path.exists(entry.path):
-                    if matches(entry.path):
-                        raise _broken_link(entry.path)
-                elif entry.is_dir():
-                    folders.append((entry.path, (*above, here)))
-                elif entry.is_file() and matches(entry.path):
-                    status = entry.stat()
-                    found[entry.path] = status.st_size, local_version(entry.path, status)
+    for entry in _entries(folder, max_depth, ()):
+        if given is None:
+            _refuse_table(f"{entry.path}/", fs)
+        if not HIDDEN.match(entry.name) and (entry.is_file() or entry.is_symlink()) and matches(entry.path):
+            status = entry.stat()  # raises FileNotFoundError for a broken link
+            if not entry.is_dir():
+                found[entry.path] = status.st_size, local_version(entry.path, status)
     return found
 
 
-def _broken_link(path: str) -> UserError:
-    return UserError(f"{path}: broken link to {os.readlink(path)}: restore the file there, or remove the link")
+def _entries(folder: str, max_depth: int | None, above: tuple[str, ...]) -> Iterator[os.DirEntry[str]]:
+    """Yield all entries below a folder. Follow links, except a link to one of the folders `above` it."""
+    here = os.path.realpath(folder)
+    if here in above or len(above) == max_depth:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir() and not HIDDEN.match(entry.name):
+                yield from _entries(entry.path, max_depth, (*above, here))
 
 
 def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
@@ -323,26 +310,21 @@ class OtherFormat(UserError):
 
 def _not_parquet(url: str, head: bytes, error: Exception) -> UserError:
     """Return the error for a file that is not Parquet. It names the format that the first bytes `head` show."""
-    kind, start = _other_format(head), f"{url}: not readable as Parquet: "
-    formats: dict[str | None, InputFormat] = {"JSON": "jsonl", "CSV": "csv"}
-    if kind in formats:
-        return OtherFormat(f"{start}the file is {kind}; set input.format: {formats[kind]}", formats[kind])
-    return UserError(start + (flat(error) if kind is None else f"the file is {kind}; convert it to Parquet"))
-
-
-def _other_format(head: bytes) -> str | None:
-    for magic, kind in _MAGIC.items():
-        if head.startswith(magic):
-            return kind
+    packed = head.startswith(b"\x1f\x8b")
+    with suppress(zlib.error):
+        head = zlib.decompressobj(wbits=31).decompress(head) if packed else head
     text = head.decode(errors="ignore").lstrip("\ufeff \t\r\n")
-    if any(not char.isprintable() and char not in "\t\r\n" for char in text):
-        return None
-    if text.startswith(("{", "[")):
-        return "JSON"
-    first = text.split("\n", 1)[0]
-    if "\n" in text and any(mark in first for mark in ",;\t"):
-        return "CSV"
-    return "plain text" if text and not text.startswith("PAR1") else None
+    first, *more = text.split("\n", 1)
+    formats: dict[InputFormat, bool] = {
+        "jsonl": text.startswith(("{", "[")),
+        "csv": bool(more) and any(mark in first for mark in ",;\t"),
+    }
+    if all(char.isprintable() or char in "\t\r\n" for char in text):
+        for format in (format for format, fits in formats.items() if fits):
+            kind = f"{'gzipped ' * packed}{'JSON' if format == 'jsonl' else 'CSV'}"
+            remedy = f"the file is {kind}; set input.format: {format}"
+            return OtherFormat(f"{url}: not readable as Parquet: {remedy}", format)
+    return UserError(f"{url}: not readable as Parquet: {flat(error)}")
 
 
 def damaged_input(url: str, error: BaseException) -> UserError:

@@ -7,14 +7,15 @@ error. The metadata of the files' schemas is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import types
 
 from actors.engine.errors import UserError, flat
-from pipeline.messages import listed, printable
+from pipeline.messages import LINE, listed, printable, shortened
+from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 UNTYPED = {b"skipdecode.untyped": b"1"}  # metadata of a text column for which no file has a type
 ERROR = "__error"  # column with the error of each row, null for a good row; no input column may have this name
@@ -40,11 +41,11 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
                 raise UserError(f"{types_differ}; convert one of them")
             if both != kind:
                 kind, where = both, url
-        field = pa.field(name, _settled(kind), metadata=UNTYPED if types.is_null(kind) else None)
+        field = pa.field(name, settled(kind), metadata=UNTYPED if types.is_null(kind) else None)
         for url, here in kinds.items():
-            if not _holds(here, field):
+            if not _casts(here, field.type) or not is_stored(field.type):
                 problem = f"{printable(here)}, which cannot be read and written as {printable(field.type)}"
-                raise UserError(f"{url}: column {name!r} is {problem}; convert the column")
+                raise UserError(f"{url}: column {name!r} is {shortened(problem, LINE)}; convert the column")
         fields.append(field)
     return pa.schema(fields)
 
@@ -66,12 +67,22 @@ def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
     return schema.field(indices[0]).type
 
 
-def _holds(here: pa.DataType, field: pa.Field) -> bool:
-    """Tell whether Arrow can cast values of type `here` to the field's type, and Parquet can store the field."""
+def _casts(here: pa.DataType, kind: pa.DataType) -> bool:
     try:
-        _cast(pa.nulls(0, here), field.type)
-        pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
+        _cast(pa.nulls(0, here), kind)
     except pa.ArrowNotImplementedError:
+        return False
+    return True
+
+
+@cache
+def is_stored(kind: pa.DataType) -> bool:
+    """Tell whether Parquet and Arrow IPC hold the type: not structs without fields, or more than about 50 levels."""
+    table = pa.schema([("", kind)]).empty_table()
+    try:
+        read_parquet(parquet_bytes(table))
+        pa.RecordBatch.from_pylist([], table.schema).serialize()
+    except (pa.ArrowException, OSError):
         return False
     return True
 
@@ -89,9 +100,9 @@ def plain(kind: pa.DataType) -> pa.DataType:
     return rebuilt(kind, plain)
 
 
-def _settled(kind: pa.DataType) -> pa.DataType:
+def settled(kind: pa.DataType) -> pa.DataType:
     """Replace each null type in `kind`, at any depth, by string. Arrow does not cast lists of nulls reliably."""
-    return pa.string() if types.is_null(kind) else rebuilt(kind, _settled)
+    return pa.string() if types.is_null(kind) else rebuilt(kind, settled)
 
 
 def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
@@ -109,22 +120,17 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
     return kind
 
 
+@lru_cache(2**12)  # nearly all rows of a file repeat the types of earlier ones
 def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """Return the narrowest type that can hold values of both types, or None. All types are results of `plain`.
 
     An integer and a float give double; uint64 and a signed integer give int64. Neither result can hold every value, so
-    each row is checked later. Timestamps in different time zones give UTC. Nested types follow the same rules.
+    each row is checked later. Timestamps in different time zones give UTC.
     """
-    if first == second or types.is_null(second):
+    if first == second:
         return first
-    if types.is_null(first):
-        return second
-    if types.is_nested(first) or types.is_nested(second):
-        return _common_nested(first, second)
-    for one, other in ((first, second), (second, first)):  # Arrow would round decimals, or turn text into bytes
-        is_binary = types.is_binary(other) or types.is_large_binary(other) or types.is_fixed_size_binary(other)
-        if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and is_binary):
-            return None
+    if any(_is_lossy(*pair) or _is_lossy(*reversed(pair)) for pair in _leaves(first, second)):
+        return None
     if types.is_decimal(first) != types.is_decimal(second):  # give an integer a decimal type that holds all its digits
         first, second = (
             pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
@@ -133,33 +139,31 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     if types.is_timestamp(first) and types.is_timestamp(second) and None not in (first.tz, second.tz):
         zone = first.tz if first.tz == second.tz else "UTC"
         first, second = (pa.timestamp(kind.unit, zone) for kind in (first, second))
-    try:
-        schemas = [pa.schema([("", kind)]) for kind in (first, second)]
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    schemas = [pa.schema([("", kind)]) for kind in (first, second)]
+    try:  # in both orders: a struct with two fields of one name is refused only as the first type
+        both = [pa.unify_schemas(pair, promote_options="permissive") for pair in (schemas, schemas[::-1])]
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return None
+    return plain(both[0].field(0).type)
 
 
-def _common_nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """Return the same as `common`, for two types of which at least one is nested."""
+def _leaves(first: pa.DataType, second: pa.DataType) -> Iterator[tuple[pa.DataType, pa.DataType]]:
+    """Yield the types at the same place in two types, which may be nested, if neither of them is nested."""
     if types.is_struct(first) and types.is_struct(second):
-        children = {child.name: child.type for child in first}
-        for child in second:
-            children[child.name] = common(children.get(child.name, pa.null()), child.type)
-        unique = all(len({child.name for child in kind}) == len(kind) for kind in (first, second))
-        return pa.struct(list(children.items())) if unique and None not in children.values() else None
-    if types.is_map(first) and types.is_map(second):
-        key, item = common(first.key_type, second.key_type), common(first.item_type, second.item_type)
-        return pa.map_(key, item) if key is not None and item is not None else None
-    if not all(isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType) for kind in (first, second)):
-        return None
-    child = common(first.value_type, second.value_type)
-    if child is None:
-        return None
-    if types.is_large_list(first) or types.is_large_list(second):
-        return pa.large_list(child)
-    sizes = {kind.list_size if types.is_fixed_size_list(kind) else -1 for kind in (first, second)}
-    return pa.list_(child, sizes.pop() if len(sizes) == 1 else -1)
+        for child in first:
+            for index in second.get_all_field_indices(child.name):
+                yield from _leaves(child.type, second.field(index).type)
+    elif types.is_nested(first) and types.is_nested(second):
+        for index in range(min(first.num_fields, second.num_fields)):
+            yield from _leaves(first.field(index).type, second.field(index).type)
+    else:
+        yield first, second
+
+
+def _is_lossy(one: pa.DataType, other: pa.DataType) -> bool:
+    """Tell whether Arrow would round decimals (as floats), or turn text into bytes, to make one type of both."""
+    is_binary = types.is_binary(other) or types.is_large_binary(other) or types.is_fixed_size_binary(other)
+    return bool((types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and is_binary))
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -24,7 +24,7 @@ from actors.engine.errors import UserError, flat
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile, damaged_input
-from pipeline.input.schema import ERROR, UNTYPED, common, conform, is_text, rebuilt, split_errors
+from pipeline.input.schema import ERROR, UNTYPED, common, conform, is_stored, is_text, rebuilt, settled, split_errors
 from pipeline.input.shards import Shard
 from pipeline.input.text_lines import (
     GZIP_ERRORS,
@@ -43,6 +43,7 @@ AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a text column that keeps lis
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _NOT_ARROW = (pa.ArrowException, ValueError, OverflowError)  # errors for a value that Arrow cannot hold
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # limits of a row group; a longer row is a group of its own
+MAX_LEVELS = 100  # maximum levels of lists and objects in a row; Python functions recurse over them
 TYPED_ROWS = 10_000  # number of rows at the start of a file that are all parsed to find column types
 TYPED_BLOCKS = 64  # after the first TYPED_ROWS rows, only one block in 64 is parsed to find column types
 
@@ -79,7 +80,18 @@ def parsed(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
         return None, f"not JSON: {one_line(error)}"
     if not isinstance(value, dict):
         return None, f"not a JSON object: the line is a {type(value).__name__}"
+    if line.count(b"[") + line.count(b"{") > MAX_LEVELS and _levels(value) > MAX_LEVELS:
+        return None, f"nested more than {MAX_LEVELS} levels deep"
     return value, None
+
+
+def _levels(value: Any) -> int:
+    """Return how deep lists and objects are nested in a value."""
+    count, nested = 0, [value]
+    while nested := [one for one in nested if isinstance(one, dict | list)]:
+        count += 1
+        nested = [child for one in nested for child in (one.values() if isinstance(one, dict) else one)]
+    return count
 
 
 class JsonTypes:
@@ -103,7 +115,9 @@ class JsonTypes:
         for column, kinds in self._columns.items():
             for value in (values[column] for values in rows if values.get(column) is not None):
                 count, known = kinds.get(_NAMES[type(value)], (0, pa.null()))
-                kinds[_NAMES[type(value)]] = count + 1, common(known, _type_of(value) or pa.null()) or known
+                both = common(known, _type_of(value) or pa.null())
+                is_usable = both is not None and (both == known or is_stored(settled(both)))
+                kinds[_NAMES[type(value)]] = count + 1, both if is_usable else known
 
     def may_find(self, block: bytes) -> bool:
         """Tell whether `block` may hold a value of a column that has no type yet."""
@@ -181,7 +195,9 @@ def _misfit(value: Any, kind: pa.DataType) -> str | None:
         return "text is not valid Unicode: it holds a lone surrogate"
     except _NOT_ARROW:
         pass
-    return f"{_NAMES[type(value)]} that does not fit {printable(kind)}: {shortened(json.dumps(value), 80)}"
+    return (
+        f"{_NAMES[type(value)]} that does not fit {shortened(printable(kind), 200)}: {shortened(json.dumps(value), 80)}"
+    )
 
 
 def json_array(values: Sequence[Any], field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
@@ -294,9 +310,11 @@ def _check_text(url: str, stream: BinaryIO, kind: str) -> None:
     stream.seek(0)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{url}: the text is UTF-16; convert it to UTF-8")
-    for magic, other in ((b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip, but is not named .gz")):
-        if head.startswith(magic):
-            raise UserError(f"{url}: the file is {other}; rename it to match, or set input.format")
+    if head.startswith(b"PAR1"):
+        raise UserError(f"{url}: the file is Parquet; rename it to match, or set input.format")
+    if head.startswith(b"\x1f\x8b"):
+        remedy = "is packed twice; unpack it once" if url.lower().endswith(".gz") else "is gzip; add .gz to its name"
+        raise UserError(f"{url}: the file {remedy}")
     if kind == "jsonl" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         try:
             json.loads(head.split(b"\n", 1)[0])

@@ -32,7 +32,6 @@ def text_columns(config: JobConfig) -> TextColumns:
         "body" if section.is_batch else None,
         section.messages,
         section.tools,
-        section.sampling if isinstance(section.sampling, str) else None,
         (section.output_format or {}).get("json_schema"),
     ]
     own = section.sampling.items() if isinstance(section.sampling, dict) else ()
@@ -98,11 +97,7 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
         (section.prompt_column, is_text(kind) or _is_ids(kind), "a prompt must be a string or a list of token ids"),
         (chat, is_text(kind), "a chat needs text: remove chat, system and examples"),
         (section.messages, is_text(kind) or _is_structs(kind), "messages must be a list of structs or a JSON string"),
-        (
-            section.sampling,
-            is_text(kind) or pa.types.is_struct(kind) or (pa.types.is_map(kind) and is_text(kind.key_type)),
-            "sampling must be a struct, a map with string keys, or a JSON string",
-        ),
+        (section.sampling, pa.types.is_struct(kind), "sampling must be a struct; or name a column for each parameter"),
         ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be a string"),
         (next(iter((section.output_format or {}).values()), None), is_text(kind), "an output format must be a string"),
         (section.tools, is_text(kind) or _is_structs(kind), "tools must be a list of structs or a JSON string"),

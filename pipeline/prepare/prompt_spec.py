@@ -105,15 +105,14 @@ def check_spec(spec: PromptSpec) -> None:
                 "a label's share of the probability of all labels",
                 pair,
             )
-    elif (
-        spec.input.choices is None
-        and spec.input.too_long == "truncate_left"
-        and spec.sampling.max_new_tokens >= context
-    ):
-        raise UserError(
-            f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
-            f"of {context}: lower it, or set input.too_long: error"
-        )
+    elif spec.input.choices is None and spec.sampling.max_new_tokens >= context:
+        asked = f"sampling.max_new_tokens = {spec.sampling.max_new_tokens}"
+        if spec.input.too_long == "truncate_left":
+            raise UserError(
+                f"{asked} leaves truncated prompts no room in a context of {context}: lower it, or set input.too_long: "
+                "error"
+            )
+        log.warning("%s, but prompt and answer together have at most %d tokens, the model's context", asked, context)
 
 
 def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:

@@ -16,15 +16,15 @@ import pyarrow as pa
 
 from actors.control_tokens import control_tokens
 from actors.engine.constraints.output_format import OutputFormat
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.types import SamplingParams, check_compatible
 from actors.openai_requests import CompletionRequest
 from pipeline.config.forms import check_labels
 from pipeline.input import schema
-from pipeline.messages import counted, is_unicode, one_line
+from pipeline.messages import counted, is_unicode, printable
 from pipeline.prepare.chat import checked_tools, read_messages, render_chat, without_nulls
 from pipeline.prepare.prompt_spec import PromptSpec, read_names
-from pipeline.prepare.row_settings import column_overrides, own_sampling, read_batch_row, read_overrides
+from pipeline.prepare.row_settings import column_overrides, own_sampling, read_batch_row
 from pipeline.prepare.templates import render
 from pipeline.prepare.tokenizer import fewest_tokens, longest, tokenize, tokenize_labels, tokenizer_of
 
@@ -129,8 +129,20 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
         try:
             rows += selected.slice(number, 1).to_pylist()
         except _NOT_PYTHON as error:
-            rows.append(error)
+            rows.append(_named(selected.slice(number, 1), error))
     return rows
+
+
+def _named(row: pa.Table, error: Exception) -> Exception:
+    """Return an error that names the column which Python cannot hold, and its type with a time zone."""
+    if isinstance(error, UnicodeDecodeError):
+        return error
+    for name, column in zip(row.column_names, row.columns, strict=True):
+        try:
+            column.to_pylist()
+        except _NOT_PYTHON:
+            return UserError(f"column {printable(name)}: {printable(column.type)} cannot be read: {flat(error)}")
+    raise AssertionError from error
 
 
 def _read(row: Draft, values: Mapping[str, Any] | Exception, spec: PromptSpec) -> None:
@@ -138,7 +150,7 @@ def _read(row: Draft, values: Mapping[str, Any] | Exception, spec: PromptSpec) -
     if isinstance(values, UnicodeDecodeError):
         raise UserError(f"not UTF-8: {values}")
     if isinstance(values, Exception):
-        raise UserError(f"cannot be read: {one_line(values)}")
+        raise values
     section = spec.input
     request = read_batch_row(values) if section.is_batch else None
     _set_prompt(row, values, request, spec)
@@ -149,7 +161,7 @@ def _read(row: Draft, values: Mapping[str, Any] | Exception, spec: PromptSpec) -
         row.form = request.output_format
     else:
         own = section.sampling or {}
-        changes = read_overrides(values[own]) if isinstance(own, str) else column_overrides(values, own)
+        changes = values[own] or {} if isinstance(own, str) else column_overrides(values, own)
         row.form = _own_form(values, spec)
     row.params, row.sampling = own_sampling(spec.sampling, changes)
     row.choices = None if section.choices is None else values[section.choices]

@@ -40,19 +40,6 @@ def read_batch_row(values: Mapping[str, Any]) -> CompletionRequest:
     return read_request(values["url"], body)
 
 
-def read_overrides(value: Any) -> dict[str, Any]:
-    """Return the sampling parameters in `value`: a struct, a map (list of pairs), JSON text, or null for none."""
-    if isinstance(value, str):
-        value = from_json(value, "sampling")
-    if value is None:
-        return {}
-    if isinstance(value, list) and all(isinstance(item, tuple) for item in value):
-        value = dict(value)
-    if not isinstance(value, Mapping):
-        raise UserError(f"sampling is a {type(value).__name__}; it must be an object")
-    return {str(name): parameter for name, parameter in value.items()}
-
-
 def column_overrides(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """Return the sampling parameters in a row's columns. columns: parameter -> column.
 

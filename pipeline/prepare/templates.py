@@ -105,9 +105,21 @@ def render(text: str, row: Mapping[str, Any]) -> str:
         return compile_template(text).render(row)
     except Exception as error:  # filters and methods raise errors of any class; `truncate(2)` an AssertionError
         problem = one_line(error).removeprefix("UndefinedError: ")
-        if NULL in problem and (nulls := [name for name in template_columns(text) if row.get(name, "") is None]):
+        if NULL in problem and (nulls := _nulls(text, row)):
             problem += f" (null here: {listed(nulls)})"
         words = set(re.findall(r"\w+", problem))
         if isinstance(error, TypeError) and "str" in words and words & {"int", "float"}:
             problem += "; a column of a CSV file is text: write {{ column | int }} or {{ column | float }}"
         raise UserError(f"template: {problem}") from None
+
+
+def _nulls(text: str, row: Mapping[str, Any]) -> list[str]:
+    """Return the names in a template, such as `author.country`, whose values in the row are null."""
+    nulls = []
+    for name in dict.fromkeys(re.findall(r"[^\W\d]\w*(?:\.\w+)*", text)):
+        value: Any = row
+        for key in name.split("."):
+            value = value.get(key, "") if isinstance(value, Mapping) else value
+        if value is None:
+            nulls.append(name)
+    return nulls

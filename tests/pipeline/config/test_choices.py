@@ -115,3 +115,11 @@ def test_labels_have_no_special_tokens(checkpoint: Path) -> None:
     assert list(ids) == ["yes", "no"]
     assert not {token for one in ids.values() for token in one} & set(tokenizer.all_special_ids)
     assert longest(["yes", "no"], ids) == max(len(one) for one in ids.values())
+
+
+def test_more_new_tokens_than_the_context_holds_are_a_warning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tokens in (63, 64):
+        check_spec(spec_of(checkpoint, params=SamplingParams(max_new_tokens=tokens)))
+        assert ("sampling.max_new_tokens = 64" in caplog.text) == (tokens == 64)

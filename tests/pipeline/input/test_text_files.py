@@ -19,12 +19,13 @@ from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
 from pipeline.input import text_files, text_lines
 from pipeline.input.files import InputFile, file_format, list_files
-from pipeline.input.rows import common_schema, read_layout, read_rows
+from pipeline.input.rows import common_schema, from_ipc, read_layout, read_rows, to_ipc
 from pipeline.input.schema import one_schema, split_errors
 from pipeline.input.shards import Shard, cut_shards, group_shards
 from pipeline.input.text_files import TextColumns, with_json_fields
 from pipeline.input.text_lines import BOM
 from pipeline.messages import is_unicode
+from pipeline.storage.parquet import parquet_bytes, read_parquet
 
 LOCAL = StorageConfig()
 
@@ -285,6 +286,26 @@ def test_a_value_of_another_type_costs_its_row_only(tmp_path: Path) -> None:
     assert found[1][0] == {"p": "5", "n": 1.5, "l": None, "o": None}
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("levels", "is_good"), [(30, True), (50, False), (64, False), (99, False), (2000, False)])
+def test_a_deep_row_costs_its_row_only(tmp_path: Path, levels: int, is_good: bool, place: int) -> None:
+    """Arrow IPC and Parquet hold fewer levels than JSON, and Python recurses to fewer."""
+    rows = [{"text": "x", "p": [[]]}] * 2
+    deep = json.dumps(rows[0]).encode().replace(b"[[]]", b"[" * levels + b"]" * levels)
+    found = read(write(tmp_path / "a.jsonl", *rows[:place], deep, *rows[place:]), ["p", "text"])
+    assert [error is None for _, error in found] == [is_good or row != place for row in range(3)]
+    tree = json.dumps({"a": [{"a": []}]}).encode()
+    deep = b'{"a": [' * (levels // 2) + b"]}" * (levels // 2)
+    lines = [b'{"tree": ' + one + b"}" for one in (*[tree] * place, deep, *[tree] * (2 - place))]
+    path = write(tmp_path / "b.jsonl", *lines)
+    found = read(path, ["tree"])
+    assert [error is None for _, error in found] == [levels < 64 or row != place for row in range(3)]
+    table = pa.table({"tree": [values["tree"] for values, _ in found]}, scan(path, TextColumns(["tree"]))[1])
+    assert from_ipc(to_ipc(table)) == read_parquet(parquet_bytes(table)) == table
+    kept = read(path, TextColumns(["tree"], frozenset({"tree"})))
+    assert [error is None for _, error in kept] == [levels < 100 or row != place for row in range(3)]
+
+
 def test_the_type_of_most_rows_is_the_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"n": "none"}, {"n": 1}, {"n": 2}, {"n": None}, {})
     assert [error is None for _, error in read(path, ["n"])] == [False, True, True, True, True]
@@ -382,6 +403,8 @@ def test_csv_fields_are_text(tmp_path: Path) -> None:
         ("a.jsonl", b'{"q": 1}\n', "no column 'p'; it has q"),
         ("a.jsonl", '{"p": 1}'.encode("utf-16"), "the text is UTF-16; convert it to UTF-8"),
         ("a.jsonl", b"PAR1", "the file is Parquet; rename it to match, or set input.format"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(b'{"p": 1}\n')), "the file is packed twice; unpack it once"),
+        ("a.jsonl", gzip.compress(b'{"p": 1}\n'), "the file is gzip; add .gz to its name"),
         ("a.jsonl", b"p\n", "1 line read, and none holds a JSON object"),
         ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99, mtime=0)[:-9], "not readable as gzip: "),
         ("a.jsonl.gz", b'{"p": 1}\n', "not readable as gzip: Not a gzipped file"),

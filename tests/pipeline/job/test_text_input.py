@@ -97,7 +97,7 @@ def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, 
     rows = [
         {"id": 1, "chat": [text], "own": {"max_new_tokens": 2}},
         {"id": 2, "chat": [parts_of_text], "own": {"stop": ["zzzz"], "max_new_tokens": 2}},
-        {"id": 3, "chat": json.dumps([text]), "own": {"max_new_tokens": 0}},
+        {"id": 3, "chat": json.dumps([text]), "own": {"max_new_tokens": 0, "stop": None}},
     ]
     write_values(path, rows)
     job = config(path, tmp_path / "out", chat_checkpoint, input={"messages": "chat", "sampling": "own"})

@@ -32,14 +32,10 @@ def prepared(checkpoint: Path, columns: dict[str, Any], **changes: Any) -> tuple
     return [text and json.loads(text) for text in done[SAMPLING].to_pylist()], errors
 
 
-def test_overrides_from_a_struct_a_map_json_and_columns_agree(checkpoint: Path) -> None:
+def test_overrides_from_a_struct_and_columns_agree(checkpoint: Path) -> None:
     struct = [{"temperature": 0.5, "max_new_tokens": 5, "stop": None}, None, {"temperature": None, "top_k": 3}]
     expected = [{"temperature": 0.5, "max_new_tokens": 5}, None, {"top_k": 3}]
     assert prepared(checkpoint, {"s": struct}) == (expected, [None] * 3)
-    text = [one and json.dumps(one) for one in struct]
-    assert prepared(checkpoint, {"s": text}) == (expected, [None] * 3)
-    pairs = [one and list(one.items()) for one in expected]
-    assert prepared(checkpoint, {"s": pa.array(pairs, pa.map_(pa.string(), pa.float64()))}) == (expected, [None] * 3)
     columns = {"t": [0.5, None, None], "limit": [5, None, None], "k": [None, None, 3]}
     mapping = {"temperature": "t", "max_new_tokens": "limit", "top_k": "k"}
     assert prepared(checkpoint, columns, sampling=mapping) == (expected, [None] * 3)
@@ -92,42 +88,30 @@ def test_lists_of_stops(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error"),
+    ("name", "value", "error"),
     [
-        ('{"temprature": 1}', "sampling: unknown key temprature; did you mean temperature?"),
-        ('{"temperature": NaN}', "sampling: temperature = nan: "),
-        ('{"temperature": 1e999}', "sampling: temperature = inf: "),
-        (f'{{"temperature": {10**400}}}', "sampling: temperature = 1000"),
-        ('{"max_new_tokens": true}', "sampling: max_new_tokens = True: must be a whole number"),
-        ('{"max_new_tokens": 0}', "sampling: max_new_tokens = 0: must be at least 1"),
-        ('{"max_new_tokens": -Infinity}', "sampling: max_new_tokens = -inf: must be a whole number"),
-        ('{"top_k": 1e30}', "sampling: top_k = 1000000000000000019884624838656: must be 0 (all) to 2147483647"),
-        ('{"stop_token_ids": [99999999999]}', "sampling: stop_token_ids = (99999999999,): must be at most"),
-        ('{"stop": ""}', "sampling: stop = "),
-        ('{"stop": ["a", null]}', "sampling: stop = "),
-        ('{"stop": "\\ud800"}', "sampling: stop is not valid Unicode"),
-        ('{"min_new_tokens": 11}', "sampling: min_new_tokens = 11: must be 0 to max_new_tokens"),
-        ('{"n": 2}', "sampling: n = 2: needs a temperature above 0"),
-        ('{"seed": -1}', "sampling: seed = -1: "),
-        ('{"a\\nb": 1}', "sampling: unknown key a b; known: "),
-        ('{"\\ud800": 1}', "sampling: unknown key ?"),
-        ("{", "sampling: not JSON: JSONDecodeError: "),
-        ("[1]", "sampling is a list; it must be an object"),
-        ("7", "sampling is a int; it must be an object"),
+        ("temprature", 1, "sampling: unknown key temprature; did you mean temperature?"),
+        ("temperature", float("nan"), "sampling: temperature = nan: "),
+        ("temperature", float("inf"), "sampling: temperature = inf: "),
+        ("max_new_tokens", True, "sampling: max_new_tokens = True: must be a whole number"),
+        ("max_new_tokens", 0, "sampling: max_new_tokens = 0: must be at least 1"),
+        ("max_new_tokens", float("-inf"), "sampling: max_new_tokens = -inf: must be a whole number"),
+        ("top_k", 1e30, "sampling: top_k = 1000000000000000019884624838656: must be 0 (all) to 2147483647"),
+        ("stop_token_ids", [99999999999], "sampling: stop_token_ids = (99999999999,): must be at most"),
+        ("stop", "", "sampling: stop = "),
+        ("stop", ["a", None], "sampling: stop = "),
+        ("min_new_tokens", 11, "sampling: min_new_tokens = 11: must be 0 to max_new_tokens"),
+        ("n", 2, "sampling: n = 2: needs a temperature above 0"),
+        ("seed", -1, "sampling: seed = -1: "),
+        ("a\nb", 1, "sampling: unknown key a b; known: "),
     ],
 )
-def test_invalid_overrides_are_a_row_error(checkpoint: Path, value: str, error: str) -> None:
-    found, errors = prepared(checkpoint, {"s": ['{"top_k": 2}', value, "null", "{}", None]})
-    assert found == [{"top_k": 2}, None, None, None, None]
-    assert errors[0] is None and errors[2:] == [None] * 3
+def test_invalid_overrides_are_a_row_error(checkpoint: Path, name: str, value: Any, error: str) -> None:
+    rows = [{name: None, "top_p": 0.5}, {name: value, "top_p": None}, {name: None, "top_p": None}, None]
+    found, errors = prepared(checkpoint, {"s": rows})
+    assert found == [{"top_p": 0.5}, None, None, None]
+    assert errors[0] is None and errors[2:] == [None] * 2
     assert errors[1].startswith(error) and "\n" not in errors[1]
-
-
-def test_an_unknown_field_of_a_struct_is_an_error_where_it_is_set(checkpoint: Path) -> None:
-    struct = [{"temp": 1.0, "top_p": None}, {"temp": None, "top_p": 0.5}]
-    found, errors = prepared(checkpoint, {"s": struct})
-    assert errors == ["sampling: unknown key temp; did you mean temperature?", None]
-    assert found == [None, {"top_p": 0.5}]
 
 
 def test_truncation_uses_the_rows_own_limit(checkpoint: Path) -> None:
@@ -229,6 +213,7 @@ def test_rows_become_prompts(chat_checkpoint: Path) -> None:
         line(CHAT, {"messages": [{"role": "user", "content": "bravo"}]}),
         line(TEXT, {"prompt": [5, 300]}),
         line(CHAT, {"messages": MESSAGES, "temperature": 300}),
+        line(CHAT, {"messages": MESSAGES, "stop": "\ud800"}),
         line(CHAT, {"messages": [{"role": "x"}]}),
         line(CHAT, [], custom_id=None),
         line(CHAT, [], method="GET"),
@@ -252,6 +237,7 @@ def test_rows_become_prompts(chat_checkpoint: Path) -> None:
         *[None] * 4,
         "prompt: token 1 is 300; the vocabulary is 0 to 299",
         "sampling: temperature = 300.0: must be 0 (greedy), or 0.01 to 100.0",
+        "sampling: stop is not valid Unicode",
         "message 1 has role 'x'; known: system, user, assistant, tool",
         "custom_id is missing",
         "method is 'GET'; it must be POST",
