@@ -142,10 +142,13 @@ class ShardGenerator:
         # One thread loads and runs the model, although Ray constructs and calls an actor in different threads: OpenMP
         # has a pool for each thread. With two torch threads, a model was half as fast outside its first thread.
         self.thread = ThreadPoolExecutor(1, "generator")
+        if self.worker.owns_process:
+            logging.basicConfig(format="%(message)s")
+            logging.getLogger("transformers").setLevel(logging.ERROR)
+            logging.getLogger("pipeline.checkpoints.resolve").setLevel(logging.INFO)  # lines of a download
         self.generator = self.thread.submit(Generator, fetched(settings)).result()
         self.loaded = time.time()
         if self.worker.owns_process:
-            logging.getLogger("transformers").setLevel(logging.ERROR)
             # exclude loaded objects from garbage collection, which took 10% of a small model's time
             gc.collect()
             gc.freeze()

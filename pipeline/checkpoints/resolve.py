@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -41,7 +41,6 @@ UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 TRIES = 2  # maximum number of downloads of a damaged file
 HEADERS_AT_ONCE = 8  # number of weights files whose headers are read in parallel
 FIRST_SECONDS, SECONDS = 1.5, 10.0  # time to a download's first progress line, and between further lines
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -209,10 +208,10 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
     return ResolvedCheckpoint(checkpoint, base.source, source)
 
 
-def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True, report: Report | None = None) -> Path:
+def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True) -> Path:
     """Download missing files, and return the checkpoint's folder on this node. Many processes may call this at once.
 
-    weights: whether the weights are needed too. report: called with each progress line; None: log it.
+    weights: whether the weights are needed too.
     Raises UserError if the files differ from the pinned ones or do not fit into the cache, and StoreFailed if the store
     fails.
     """
@@ -234,7 +233,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
     with lock:
         folder = _recorded(record, files)
         if folder is None:  # not downloaded by another process while this one waited
-            folder, verified = _download(source, files, root / source.key, report)
+            folder, verified = _download(source, files, root / source.key)
             temporary = record.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
             temporary.replace(record)
@@ -259,12 +258,12 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 
 
 def _download(
-    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Report | None
+    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Download and verify files. Retry damaged files once. Return the folder, and size and SHA-256 of each file."""
     store, problem = source.store, ""
     for _ in range(TRIES):
-        with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder), report):
+        with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder)):
             target = store.download(files, folder)
         verified: dict[str, dict[str, Any]] = {}
         for file in files:
@@ -296,13 +295,13 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
 
 
 @contextmanager
-def download_progress(path: str, total: int, folder: Path, report: Report | None = None) -> Iterator[None]:
-    """During the `with` block, report regularly how many of a download's `total` bytes have arrived in `folder`."""
+def download_progress(path: str, total: int, folder: Path) -> Iterator[None]:
+    """During the `with` block, log regularly how many of a download's `total` bytes have arrived in `folder`."""
     before = _bytes_in(folder)
 
     def tell() -> None:
         arrived = min(max(_bytes_in(folder) - before, 0), total)
-        (report or log.info)(f"downloading {path}: {gib(arrived)} of {gib(total)}")
+        log.info("downloading %s: %s of %s", path, gib(arrived), gib(total))
 
     with repeating(tell, SECONDS, "download progress", FIRST_SECONDS):
         yield
