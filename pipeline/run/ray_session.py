@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipeline.runtime.signals import Interrupted, shielded
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 30  # time after which an idle worker of the local Ray ends
 OBJECT_STORE_BYTES = 2**30
+QUIET = "RAY_BACKEND_LOG_LEVEL"  # environment variable that the command line sets, unless --verbose is given
 WAIT_POLL_SECONDS = 2.0
 HEAD = Path(__file__).with_name("ray_head.py")
 STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"  # seconds after which `ray job stop` kills a job
@@ -150,12 +151,13 @@ def _open(undo: ExitStack, verbose: bool, metrics_port: int | None) -> None:
     command: Any = sys.modules.get("skipdecode")  # None if another program has imported this package
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init replaces this handler
     try:
-        ray.init(
-            address=address,
-            log_to_driver=verbose,
-            logging_level=logging.INFO if verbose else logging.ERROR,
-            runtime_env=command.worker_environment() if command else None,
-        )
+        with _quiet_start() if QUIET in os.environ else nullcontext():
+            ray.init(
+                address=address,
+                log_to_driver=verbose,
+                logging_level=logging.INFO if verbose else logging.ERROR,
+                runtime_env=command.worker_environment() if command else None,
+            )
     except SystemExit:  # raised by Ray's handler of SIGTERM
         raise Interrupted("SIGTERM") from None
     finally:
@@ -297,3 +299,19 @@ def _accepts(address: str) -> bool:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         return True
     return False
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Drop the line in which Ray's C++ code names the log level that it has read from `QUIET`.
+
+    Otherwise the line would stand between the lines of JSON that --log-json writes to standard error.
+    """
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as dropped:
+            os.dup2(dropped.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
