@@ -57,18 +57,19 @@ class SamplingParams:
         if self.top_k == -1:  # vLLM's other name for all tokens
             object.__setattr__(self, "top_k", 0)
         temperature_fits = self.temperature == 0 or LEAST <= self.temperature <= MOST
+        ids_fit = all(0 <= token <= MOST_INTEGER for token in self.stop_token_ids)
         for name, fits, rule in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
+            ("max_new_tokens", 1 <= self.max_new_tokens <= MOST_INTEGER, f"must be 1 to {MOST_INTEGER}"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "must be 0 to max_new_tokens"),
             ("temperature", temperature_fits, f"must be 0 (greedy), or {LEAST} to {MOST}"),
-            ("top_k", 0 <= self.top_k < 2**31, "must be 0 (all) to 2147483647"),
+            ("top_k", 0 <= self.top_k <= MOST_INTEGER, f"must be 0 (all) to {MOST_INTEGER}"),
             ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
             ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"must be {LEAST} to {MOST}"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must lie in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must lie in [-2, 2]"),
             ("stop", all(self.stop), "must not hold an empty string"),
-            ("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "must be 0 or above"),
+            ("stop_token_ids", ids_fit, f"must be 0 to {MOST_INTEGER}"),
             ("n", 1 <= self.n <= MOST_SAMPLES, f"must be 1 to {MOST_SAMPLES}"),
             ("n", self.n == 1 or self.temperature > 0, "needs a temperature above 0: greedy answers are all the same"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, f"must be 0 to {MOST_LOGPROBS}"),
@@ -144,6 +145,7 @@ def _checked(name: str, value: Any) -> Any:
 LEAST, MOST = 0.01, 100.0  # range of temperature and repetition penalty; outside it, scaled logits may overflow
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024
+MOST_INTEGER = 2**31 - 1  # largest integer for parameters that go into int32 tensors
 _KINDS = {
     "int": "a whole number",
     "float": "a number",

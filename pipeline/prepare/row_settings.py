@@ -16,7 +16,6 @@ from actors.openai_requests import CompletionRequest, read_request
 from pipeline.messages import is_unicode, one_line
 
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
-_LARGEST = 2**31 - 1  # largest integer for all parameters except `seed`, because they go into int32 tensors
 
 
 def from_json(text: str, name: str) -> Any:
@@ -71,11 +70,7 @@ def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[Samp
         merged = base.merged(own)
     except (ValueError, OverflowError) as error:
         raise UserError(f"sampling: {flat(error)}") from None
-    values = {name: getattr(merged, name) for name in own}
-    for name, value in values.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if name != "seed" and any(isinstance(number, int) and number > _LARGEST for number in numbers):
-            raise UserError(f"sampling: {name} = {value!r}: must be at most {_LARGEST}")
     if not all(map(is_unicode, merged.stop)):
         raise UserError("sampling: stop is not valid Unicode")
+    values = {name: getattr(merged, name) for name in own}
     return merged, json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -381,7 +381,6 @@ OBJECT = {"type": "object", "properties": {"a": STRING, "b": STRING}, "required"
             for key, value in (("uniqueItems", False), ("unevaluatedItems", True), ("maxContains", 1))
         ),
         (LIST, {"contains": {"const": 7}, "minContains": 0}),
-        ({**LIST, "minItems": 0, "maxItems": 1}, {"uniqueItems": True}),
         *((OBJECT, {key: {}}) for key in ("dependentRequired", "dependentSchemas", "dependencies", "propertyNames")),
         (OBJECT, {"dependentRequired": {"b": []}, "dependentSchemas": {"b": True}, "unevaluatedProperties": {}}),
         (OBJECT, {"minProperties": 1, "maxProperties": 2}),

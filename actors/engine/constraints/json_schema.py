@@ -18,20 +18,13 @@ from actors.engine.errors import UserError, flat
 # keep schemas in components/schemas
 OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "components")
-SCHEMAS += ("not", "if", "then", "else")
+SCHEMAS = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "components"),
+    *("not", "if", "then", "else"),
+)
 FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}  # llguidance's
 TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 Schema = dict[str, Any]
-
-
-def for_grammar(schema: Schema) -> Schema:
-    """Return the schema with an equivalent `anyOf` in place of each `oneOf`.
-
-    Raises UserError if the branches of a `oneOf` do not exclude each other. The message gives the place of the `oneOf`.
-    """
-    converted: Schema = mapped(schema, lambda one, place: _converted(one, schema, place))
-    return converted
 
 
 def mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str = "") -> Any:
@@ -64,9 +57,7 @@ def _is_neutral(key: str, value: Any, schema: Schema) -> bool:
     match key:
         case "format":
             return isinstance(value, str) and value not in FORMATS
-        case "uniqueItems":
-            return value is False or schema.get("maxItems", 2) < 2
-        case "not":
+        case "uniqueItems" | "not":
             return value is False
         case "propertyNames" | "unevaluatedProperties" | "unevaluatedItems":
             return allows_all(key)
@@ -89,8 +80,11 @@ def _has_free_keys(parts: list[Schema]) -> bool:
     return not any(part.get("additionalProperties") is False and not part.get("patternProperties") for part in parts)
 
 
-def _converted(schema: Schema, root: Schema, place: str) -> Schema:
-    """Convert `schema` to a schema that llguidance supports. The schemas inside it are converted already."""
+def without_one_of(schema: Schema, root: Schema, place: str) -> Schema:
+    """Return the schema with an equivalent `anyOf` in place of its `oneOf`.
+
+    root: the whole schema. place: JSON path of `schema` in it. Raises UserError if branches do not exclude each other.
+    """
     branches = schema.get("oneOf")
     if isinstance(branches, list):
         tag = _tag(branches, root)

@@ -3,6 +3,9 @@
 A row ends as soon as only one label is possible, because the label's remaining tokens are certain. If a label is a
 prefix of another label, any of the model's end tokens chooses the shorter label: a chat model may end its turn with
 another token than the tokenizer's EOS.
+
+A label's share of the probability of all labels would need the tokens at which labels do not part, and the ends. One
+pass over the trie of Banking77's 77 labels (305 tokens) took more than twice the time of the labelling job itself.
 """
 
 from __future__ import annotations

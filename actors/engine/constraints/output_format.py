@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from actors.engine.constraints.json_schema import for_grammar, mapped, restrictions, unkept
+from actors.engine.constraints.json_schema import mapped, restrictions, unkept, without_one_of
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
@@ -96,7 +96,8 @@ def _grammar(form: OutputFormat) -> tuple[str, str | None]:
             return "", wrong
         grammar, wrong = _validated(form.kind, form.text if kept == schema else json.dumps(kept, ensure_ascii=False))
         if wrong is not None and "oneOf" in wrong:
-            grammar, wrong = _validated(form.kind, json.dumps(for_grammar(kept), ensure_ascii=False))
+            any_of = mapped(kept, lambda one, place: without_one_of(one, kept, place))
+            grammar, wrong = _validated(form.kind, json.dumps(any_of, ensure_ascii=False))
     except (UserError, RecursionError) as error:
         return "", flat(error)
     except (TypeError, AttributeError, LookupError) as error:  # the value of a keyword has a wrong type

@@ -105,7 +105,7 @@ def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, 
     found = answered_rows(tmp_path / "out")
     assert found[0]["generated_text"] == found[1]["generated_text"] and found[0]["generated_tokens"] == 2
     assert [row["id"] for row in found] == [1, 2, 3]
-    assert found[2]["error"] == "sampling: max_new_tokens = 0: must be at least 1"
+    assert found[2]["error"] == "sampling: max_new_tokens = 0: must be 1 to 2147483647"
 
 
 def test_a_schema_may_be_an_object_of_its_row(tmp_path: Path, checkpoint: Path) -> None:
