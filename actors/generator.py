@@ -29,7 +29,8 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
-from actors.engine.model.loading import Checkpoint, inspect, load_tokenizer, with_adapter
+from actors.engine.model.loading import Checkpoint, inspect, with_adapter
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams
 from actors.requests import RequestBuilder

@@ -23,7 +23,7 @@ from pipeline.plan.columns import kept_columns, optional_columns
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
-from pipeline.prepare.tokenizer import known_tokenizer, tokenize_labels, tokenizer_of
+from pipeline.prepare.tokenizer import tokenize_labels, tokenizer_of
 from pipeline.runtime.announce import announce, announced
 
 
@@ -107,7 +107,7 @@ def can_gain(job: PlannedJob) -> bool:
         return True  # rows may set the lengths of their answers
     if not config.choices:
         return config.sampling.max_new_tokens > 1
-    tokenizer = tokenizer_of(known_tokenizer(job.checkpoint))
+    tokenizer = tokenizer_of(job.checkpoint.pinned())
     ids = tokenize_labels(tokenizer, config.choices)
     return ChoiceTrie([ids[label] for label in config.choices], [tokenizer.eos_token_id]).most_tokens > 1
 

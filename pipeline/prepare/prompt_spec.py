@@ -21,7 +21,7 @@ from pipeline.messages import counted
 from pipeline.prepare.chat import Chat, check_chat, check_tools
 from pipeline.prepare.row_settings import BATCH_COLUMNS
 from pipeline.prepare.templates import is_template, template_columns
-from pipeline.prepare.tokenizer import Source, known_tokenizer, longest, shown_path, tokenize_labels, tokenizer_of
+from pipeline.prepare.tokenizer import Source, longest, shown_path, tokenize_labels, tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class PromptSpec:
 def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float) -> PromptSpec:
     """Return the spec of a job. planned: time when the job was planned, in seconds since 1970."""
     return PromptSpec(
-        checkpoint=known_tokenizer(resolved),
+        checkpoint=resolved.pinned(),
         vocab_size=resolved.checkpoint.config.vocab_size,
         context_length=resolved.checkpoint.context_length,
         input=config.input,
@@ -121,13 +121,13 @@ def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
     Raises UserError if the id of an end token lies outside the vocabulary.
     """
     folder, vocab_size = resolved.checkpoint.path, resolved.checkpoint.config.vocab_size
-    tokenizer = tokenizer_of(known_tokenizer(resolved))
+    tokenizer = tokenizer_of(resolved.pinned())
     ends = end_tokens(folder, tokenizer, vocab_size)
     if (not config.input.is_chat or config.input.is_batch) and (last := tokenizer("a")["input_ids"][-1]) in ends:
         log.warning(
             "%s: the tokenizer puts the end token %s behind each prompt that is no chat, so the answers may be empty: "
             "take it out of the post_processor in tokenizer.json",
-            shown_path(known_tokenizer(resolved)),
+            shown_path(resolved.pinned()),
             tokenizer.convert_ids_to_tokens(last),
         )
     left = settings_not_followed(folder, config.sampling.model_fields_set)
@@ -162,7 +162,7 @@ def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[s
     """
     if config.reasoning is None:
         return None
-    tokenizer = tokenizer_of(known_tokenizer(resolved))
+    tokenizer = tokenizer_of(resolved.pinned())
     if config.reasoning == "auto":
         template = tokenizer.get_chat_template() if config.input.is_chat and tokenizer.chat_template else ""
         marks = Reasoning.of_template(template)

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from actors.control_tokens import one_bos
 from actors.engine.errors import UserError
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from pipeline.checkpoints.local import PinnedFolder
-from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
+from pipeline.checkpoints.resolve import RemoteCheckpoint, fetch
 from pipeline.messages import is_unicode
 
-
-@dataclass(frozen=True)
-class KnownTokenizer:
-    """A checkpoint and its tokenizer's class name. The name only speeds up `load_tokenizer`; comparisons ignore it."""
-
-    checkpoint: str | PinnedFolder | RemoteCheckpoint
-    class_name: str | None = field(default=None, compare=False)
-
-
-Source = str | KnownTokenizer
+Source = str | PinnedFolder | RemoteCheckpoint
 BATCH_CHARACTERS = 2**20  # characters tokenized at once; a tokenizer needs over 100 bytes of memory per token
 SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 
@@ -31,21 +21,12 @@ SHORT_CHARACTERS = 2**16  # `fewest_tokens` is 0 for texts up to this length
 @lru_cache(maxsize=2)
 def tokenizer_of(checkpoint: Source) -> Any:
     """Return the checkpoint's tokenizer. Raises UserError if the tokenizer is damaged."""
-    known = KnownTokenizer(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    return load_tokenizer(fetch(known.checkpoint, weights=False), known.class_name)
-
-
-def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """Load the tokenizer, and return the checkpoint with the tokenizer's class name. Raises UserError if damaged."""
-    unknown = KnownTokenizer(checkpoint.pinned())
-    kind = type(tokenizer_of(unknown))
-    return replace(unknown, class_name=f"{kind.__module__}:{kind.__name__}")
+    return load_tokenizer(fetch(checkpoint, weights=False))
 
 
 def shown_path(checkpoint: Source) -> str:
     """Return the path of a checkpoint, for error messages."""
-    source = checkpoint.checkpoint if isinstance(checkpoint, KnownTokenizer) else checkpoint
-    return source if isinstance(source, str) else source.path
+    return checkpoint if isinstance(checkpoint, str) else checkpoint.path
 
 
 @lru_cache(maxsize=2)

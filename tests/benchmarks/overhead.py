@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 import real_data
 import yaml
 
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 Rounds = list[dict[str, Any]]  # for each round, the figures by system or schedule

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from real_model import values_stated
 from restaurant_slots import errors_of, slots_of
 
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from pipeline.advise.demo_data import OPTIONAL_SLOTS
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.errors import UserError
 from actors.engine.model.end_tokens import end_tokens, settings_not_followed
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.generator import Generator
 from actors.settings import EngineSettings
 

@@ -1,8 +1,7 @@
-"""Loads decoder, tokenizer and schedule from a checkpoint folder. Reads safetensors only; runs no code from it."""
+"""Loads decoder and schedule from a checkpoint folder. Reads safetensors only; runs no code from it."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from actors.engine.errors import UserError, flat
 from actors.engine.model.file_digests import read_object
 from actors.engine.model.fitting import check_report
 from actors.engine.model.speed_adapter import SpeedAdapter, check_shapes, read_adapter
+from actors.engine.model.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from actors.engine.model.weights import (
     ITEM_BYTES,
     Need,
@@ -29,7 +29,7 @@ from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from actors.engine.decoder import Decoder
 
@@ -37,7 +37,6 @@ LENGTH = "max_position_embeddings"
 MAX_LAYERS = 1024  # a config.json with more is damaged; schedules and models of so many layers take minutes to build
 ANY_LENGTH = 2**28  # context of a model whose config.json has no limit: vLLM refuses prompts that are too long
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of config.json; old checkpoints use the second
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,9 @@ def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: 
     if in_library:
         _refuse_quantized(values, folder)
     weight_files(folder, names_in(folder) if names is None else names)
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)}): fetch the checkpoint again")
-    for name in (*TOKENIZERS, "generation_config.json"):
+    if not any((folder / name).is_file() for name in (TOKENIZER, TOKENIZER_CONFIG)):
+        raise UserError(f"{folder}: no tokenizer ({TOKENIZER} or {TOKENIZER_CONFIG}): fetch the checkpoint again")
+    for name in (TOKENIZER, TOKENIZER_CONFIG, "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)
     name = "config.json"
@@ -225,27 +224,6 @@ def memory_needed(
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     return needed
-
-
-def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the checkpoint's tokenizer. Raises UserError if it is damaged.
-
-    Args:
-        path: the checkpoint's folder.
-        class_name: class of the tokenizer as `module:name`. None: AutoTokenizer chooses the class, but
-            imports torch and all model configurations, which takes about five seconds in a new process.
-    """
-    from transformers import PreTrainedTokenizerBase
-
-    module, name = (class_name or "transformers:AutoTokenizer").split(":")
-    loader = getattr(importlib.import_module(module), name)
-    try:
-        tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        tokenizer("a")  # some damaged files raise an error only here
-    except Exception as error:  # transformers raises errors of any class for a damaged file
-        raise UserError(f"{path}: the tokenizer cannot be loaded: {type(error).__name__}: {flat(error)}") from None
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:

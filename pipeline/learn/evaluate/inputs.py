@@ -13,7 +13,7 @@ from actors.answers import Prompt
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.machine import process_memory
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
 from actors.settings import EngineSettings

@@ -15,7 +15,8 @@ import torch
 
 from actors.engine.errors import UserError
 from actors.engine.model import file_digests
-from actors.engine.model.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.model.loading import inspect, load_decoder
+from actors.engine.model.tokenizer import load_tokenizer
 from pipeline.checkpoints import local
 from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore

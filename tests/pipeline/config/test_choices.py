@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from prompt_specs import spec_of
 
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare.prompt_spec import check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, prepare_table

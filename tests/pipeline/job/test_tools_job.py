@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from prompt_specs import spec_of
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.requests import RequestBuilder
 from pipeline.prepare.chat import Chat, read_messages, render_chat
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from adapt_fakes import END, ROWS, Fakes, Run, values, write_inputs
 
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
 from pipeline.checkpoints.stores import HubStore

@@ -22,7 +22,7 @@ from new_model import train_tokenizer
 from typer.testing import CliRunner, Result
 
 from actors.answers import Prompt
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import plan_batches
 from actors.engine.types import EngineStats

@@ -20,8 +20,9 @@ from tokenizers import normalizers
 from tune_recipes import train_recipe
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import inspect, load_decoder, load_tokenizer, with_adapter
+from actors.engine.model.loading import inspect, load_decoder, with_adapter
 from actors.engine.model.speed_adapter import FILES, WEIGHTS, base_digest, merge
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.torch.divergence import Model, teacher_forced
 from pipeline.config.job import StorageConfig

@@ -13,7 +13,7 @@ import pytest
 from prompt_specs import spec_of
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.config.job import JobConfig

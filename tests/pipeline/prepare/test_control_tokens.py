@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 
 from actors.control_tokens import END, START, UNCLEAR, ControlTokens
 from actors.engine.errors import UserError
-from actors.engine.model.loading import load_tokenizer
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.prepare import tokenizer as tokenizers

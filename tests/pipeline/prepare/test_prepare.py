@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import inspect, load_tokenizer
+from actors.engine.model.loading import inspect
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
@@ -33,7 +34,7 @@ from pipeline.prepare.prompt_spec import PromptSpec, check_generation
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
-from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
+from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.quarantine import QUARANTINE, Quarantine
 from pipeline.storage.folder import LocalFolder
 
@@ -148,27 +149,8 @@ def test_invalid_token_ids_are_a_row_error(checkpoint: Path) -> None:
     assert [bool(one) for one in ids] == [error is None for error in errors]
 
 
-@pytest.mark.parametrize("declared", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "Unknown"])
-def test_the_planned_class_loads_what_auto_tokenizer_loads(
-    checkpoint: Path, tmp_path: Path, declared: str | None
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(checkpoint, folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings.pop("tokenizer_class")
-    settings |= {} if declared is None else {"tokenizer_class": declared}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    expected = load_tokenizer(folder)
-    known = known_tokenizer(ResolvedCheckpoint(inspect(folder), str(folder)))
-    tokenizer_of.cache_clear()  # as in another process
-    found = tokenizer_of(known)
-    assert type(found) is type(expected)
-    assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
-    assert found.special_tokens_map == expected.special_tokens_map
-
-
 def test_a_process_that_prepares_rows_imports_neither_torch_nor_models(checkpoint: Path, tmp_path: Path) -> None:
-    known = known_tokenizer(ResolvedCheckpoint(inspect(checkpoint), str(checkpoint)))
+    known = ResolvedCheckpoint(inspect(checkpoint), str(checkpoint)).pinned()
     given = stage_input(tmp_path / "in.parquet", pa.table({"prompt": ["a"]}))
     quarantine = Quarantine(LocalFolder(str(tmp_path), tmp_path), "run", 2, "prepare")
     job = pickle.dumps({**given, "spec": replace(spec(checkpoint), checkpoint=known), "quarantine": quarantine})
