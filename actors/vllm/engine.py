@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine process would outlive a killed actor
@@ -38,6 +40,7 @@ from actors.engine.errors import UserError, flat, suggestion
 from actors.engine.loop import Call
 from actors.engine.model.end_tokens import end_tokens
 from actors.engine.model.loading import Checkpoint
+from actors.engine.model.tokenizer import write_tokenizer
 from actors.engine.row import Row, begin_row
 from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, TokenLogprob
@@ -189,8 +192,11 @@ class VllmEngine:
         self.stop_ids = frozenset(token for token in ends if token <= last)  # llguidance refuses tokens of the padding
         self.cumulative_logprob = cumulative_logprob
         workers = options.get("tensor_parallel_size", 1)
+        self._tokenizer = TemporaryDirectory()  # vLLM's grammars need the tokenizer that the prompts have
+        write_tokenizer(tokenizer, Path(self._tokenizer.name))
         arguments = {
             "model": folder,
+            "tokenizer": self._tokenizer.name,
             "dtype": dtype,
             "seed": 0,
             "max_num_seqs": max_rows,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, suggestion
-from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained, read_spec
+from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 KEY = "skipdecode"
@@ -53,8 +53,10 @@ def read_settings(additional_config: Any, model: str, num_layers: int) -> Settin
         raise UserError(f"{KEY}: speed_adapter = {adapter}: not a folder with a {SCHEDULE_FILE}")
     stored = load_spec(folder, num_layers)
     changes = {key: value for key, value in given.items() if key not in OWN}
-    spec = {**(stored or ScheduleSpec()).overridden(changes).to_dict(), "num_layers": num_layers}
-    schedule = read_spec(spec, num_layers, KEY).build(num_layers)
+    try:
+        schedule = (stored or ScheduleSpec()).overridden(changes).build(num_layers)
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from None
     if schedule.is_full_depth:
         return Settings(schedule)
     if not given.get("unadapted", False):

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import base_digest, read_adapter
+from actors.engine.model.tokenizer import difference
 from actors.engine.schedule.schedule import Schedule
 from actors.vllm.check import check_answers
 from actors.vllm.graphs import BACKENDS
@@ -73,6 +74,14 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
         if settings.speed_adapter is not None or dropped:
             use_loader(vllm_config.load_config, settings.speed_adapter, dropped)
         super().__init__(vllm_config, *args, **options)
+        problem = None if model.skip_tokenizer_init or self.rank else difference(Path(model.tokenizer))
+        if problem is not None:
+            log.warning(
+                "skipdecode: %s: %s, so prompts that vLLM tokenizes may differ from those of the training: write the "
+                "right class beside the model (see configs/recipes/vllm)",
+                model.tokenizer,
+                problem,
+            )
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """Load the model. Replace the `forward` of its decoder layers if tokens run different layers."""

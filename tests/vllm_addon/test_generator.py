@@ -21,6 +21,7 @@ from actors.answers import Answer, Prompt
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
+from actors.engine.model.tokenizer import difference
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import NOT_NUMBERS
 from actors.generator import Generator
@@ -74,7 +75,11 @@ def prompts(generator: Generator) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cases.text_checkpoint(tmp_path_factory.mktemp("text"))
+    """A checkpoint whose tokenizer_config.json names a class that cuts texts otherwise than tokenizer.json."""
+    made = cases.text_checkpoint(tmp_path_factory.mktemp("text"))
+    cases.name_tokenizer(made, "GPT2Tokenizer")
+    assert difference(made) is not None
+    return made
 
 
 @pytest.fixture(scope="module")

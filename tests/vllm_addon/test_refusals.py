@@ -173,6 +173,18 @@ def test_a_speed_adapter_needs_plain_weights_in_a_folder(
         worker.SkipWorker(config)
 
 
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "TokenizersBackend"])
+def test_a_tokenizer_that_vllm_reads_otherwise_is_a_warning(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = cases.text_checkpoint(tmp_path)
+    cases.name_tokenizer(folder, name)
+    with cases.engine(folder, {"speedup": 1}, skip_tokenizer_init=False):
+        pass
+    said = [record.getMessage() for record in caplog.records if record.name == worker.log.name]
+    assert (f"{folder}: transformers' GPT2Tokenizer cuts" in " ".join(said)) == (name == "GPT2Tokenizer")
+
+
 def test_load_formats_that_hold_no_layers_by_name_are_refused() -> None:
     with pytest.raises(UserError, match="load_format tensorizer cannot be combined with a speed_adapter or"):
         loader.use_loader(SimpleNamespace(load_format="tensorizer"), None, [1])

@@ -45,7 +45,7 @@ def test_a_speed_adapter_brings_its_schedule_and_full_depth_leaves_it_out(model:
     ("settings", "message"),
     [
         ({"sped": 2}, "skipdecode: unknown key 'sped'; did you mean speedup?"),
-        ({"speedup": "2"}, "skipdecode: speedup = '2' has the wrong type"),
+        ({"speedup": "2"}, "skipdecode: speedup = '2': must be a finite number"),
         ({"self_check": 1}, "skipdecode: self_check = 1 has the wrong type"),
         ({"speed_adapter": "nowhere"}, "skipdecode: speed_adapter = nowhere: not a folder with a skipdecode.json"),
         ({"keep_order": [0, 0, 1, 2, 3, 4]}, "skipdecode: keep_order[1] = 0 repeats keep_order[0]"),

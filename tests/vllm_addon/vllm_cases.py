@@ -5,6 +5,7 @@ Importing it needs vLLM. Engines run in this process, one at a time, on a GPU or
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,6 +97,12 @@ def text_checkpoint(folder: Path, model_type: str = "llama") -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def name_tokenizer(folder: Path, name: str) -> None:
+    """Let tokenizer_config.json name another class."""
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": name}))
 
 
 @contextmanager

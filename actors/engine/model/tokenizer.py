@@ -57,6 +57,15 @@ def _name_tokens(tokenizer: Any, folder: Path) -> None:
             setattr(tokenizer, key, default)
 
 
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer into a folder of its own, from which AutoTokenizer reads it without a class's own rule.
+
+    For a folder with a model's config.json, the model type may decide, so config.json has none.
+    """
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text("{}")
+
+
 def difference(folder: Path) -> str | None:
     """Return in what AutoTokenizer, which other programs use, differs from tokenizer.json; None if they agree.
 
