@@ -1,21 +1,18 @@
 """Resolves a job's checkpoint (a local folder, `s3://` or the hub) during planning, and fetches it on each node.
 
 Planning pins the versions of all files and fetches only the small ones. On each node, one process holds a file lock and
-downloads, while the others wait. It verifies the files. Then it writes a record, which marks the folder as complete.
+downloads and verifies the files, while the others wait. It then writes a record with the name of the complete folder.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +23,18 @@ from actors.engine.model.file_digests import SMALL, cache_root, digests, file_di
 from actors.engine.model.loading import Checkpoint, inspect, refuse_file, with_adapter
 from actors.engine.model.speed_adapter import FILES as ADAPTER_FILES
 from actors.engine.model.speed_adapter import base_digest
-from actors.engine.model.weights import StoredTensor, file_tensors, folder_tensors, gib, joined, weight_files
+from actors.engine.model.weights import StoredTensor, folder_tensors, gib, joined, weight_files
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.local import PinnedFolder, check_same, pin
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.messages import where_sought
-from pipeline.storage.concurrency import repeating
 
 log = logging.getLogger(__name__)
 PLACEHOLDER = "owner/name@revision"  # the model.path that `skipdecode init` writes if it knows no model
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")  # owner/name@revision
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
-TRIES = 2  # maximum number of downloads of a damaged file
 HEADERS_AT_ONCE = 8  # number of weights files whose headers are read in parallel
-FIRST_SECONDS, SECONDS = 1.5, 10.0  # time to a download's first progress line, and between further lines
 
 
 @dataclass(frozen=True)
@@ -211,9 +205,8 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
 def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True) -> Path:
     """Download missing files, and return the checkpoint's folder on this node. Many processes may call this at once.
 
-    weights: whether the weights are needed too.
-    Raises UserError if the files differ from the pinned ones or do not fit into the cache, and StoreFailed if the store
-    fails.
+    weights: whether the weights are needed too. Raises UserError if the files differ from the pinned ones or do not fit
+    into the cache, and StoreFailed if the store fails.
     """
     if isinstance(source, str):
         return Path(source)
@@ -221,8 +214,8 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
         return check_same(source, weights=weights)
     files = [file for file in source.files if weights or not file.name.endswith(".safetensors")]
     root = cache_root(source.cache) / "checkpoints"
-    record = root / f"{source.key}{'' if weights else '-small'}.json"
-    folder = _recorded(record, files)
+    record = root / f"{source.key}{'' if weights else '-small'}.txt"  # names the folder once all files are there
+    folder = _whole_folder(record, files)
     if folder is not None:
         return folder
     try:
@@ -231,86 +224,31 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
     except OSError as error:
         raise UserError(f"{root}: cannot hold checkpoints: {error.strerror}; set model.cache") from None
     with lock:
-        folder = _recorded(record, files)
+        folder = _whole_folder(record, files)
         if folder is None:  # not downloaded by another process while this one waited
-            folder, verified = _download(source, files, root / source.key)
-            temporary = record.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
-            temporary.replace(record)
+            log.info("downloading %s: %s", source.path, gib(sum(file.size for file in files)))
+            folder = source.store.download(files, root / source.key)
+            for file in files:
+                _verify(folder / file.name, file, source.store.digests(file))
+            record.write_text(str(folder))
     return folder
 
 
-def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the complete folder that the file `record` names. None: no valid record, or a file's size is wrong."""
+def _whole_folder(record: Path, files: Sequence[RemoteFile]) -> Path | None:
+    """Return the folder that the file `record` names; None if there is no such folder with files of the right sizes."""
     try:
-        values = json.loads(record.read_text())
-        folder = Path(values["folder"])
-        for file in files:
-            if values["files"][file.name]["size"] != file.size or (folder / file.name).stat().st_size != file.size:
-                log.warning("%s: damaged since its download; downloading it again", folder / file.name)
-                return None
-    except FileNotFoundError:
+        folder = Path(record.read_text())
+        is_whole = all((folder / file.name).stat().st_size == file.size for file in files)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        log.warning("%s: not a valid record of a checkpoint (%s); downloading the checkpoint again", record, error)
-        return None
-    return folder
+    return folder if is_whole else None
 
 
-def _download(
-    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path
-) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Download and verify files. Retry damaged files once. Return the folder, and size and SHA-256 of each file."""
-    store, problem = source.store, ""
-    for _ in range(TRIES):
-        with download_progress(source.path, sum(file.size for file in files), store.arrivals(folder)):
-            target = store.download(files, folder)
-        verified: dict[str, dict[str, Any]] = {}
-        for file in files:
-            path = target / file.name
-            try:
-                verified[file.name] = {"size": file.size, "sha256": _verify(path, file, store.digests(file))}
-            except ValueError as error:
-                problem = str(error)
-                path.resolve().unlink(missing_ok=True)  # in the hub's cache, `path` is a link to the content
-                path.unlink(missing_ok=True)
-        if len(verified) == len(files):
-            return target, verified
-        log.warning("%s", problem)
-    raise UserError(problem)
-
-
-def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
-    """Return the SHA-256 of a downloaded file. Raises UserError if its size, header or one of `digests` is wrong."""
-    if not path.is_file() or path.stat().st_size != file.size:
-        raise UserError(f"{path}: its size is not the {file.size} bytes that the store lists")
-    sha256 = file_digest(path, "sha256")
-    for algorithm, expected in digests.items():
-        if (sha256 if algorithm == "sha256" else file_digest(path, algorithm)) != expected:
-            raise UserError(f"{path}: damaged in the download: its {algorithm} is not the store's {expected}")
-    if path.suffix == ".safetensors":
-        with open(path, "rb") as opened:
-            file_tensors(partial(os.pread, opened.fileno()), file.size, str(path))
-    return sha256
-
-
-@contextmanager
-def download_progress(path: str, total: int, folder: Path) -> Iterator[None]:
-    """During the `with` block, log regularly how many of a download's `total` bytes have arrived in `folder`."""
-    before = _bytes_in(folder)
-
-    def tell() -> None:
-        arrived = min(max(_bytes_in(folder) - before, 0), total)
-        log.info("downloading %s: %s of %s", path, gib(arrived), gib(total))
-
-    with repeating(tell, SECONDS, "download progress", FIRST_SECONDS):
-        yield
-
-
-def _bytes_in(folder: Path) -> int:
-    """Return the bytes on disk of all files below `folder`; 0 if the folder does not exist."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # skip a file that was just renamed or removed
-            total += path.lstat().st_blocks * 512
-    return total
+def _verify(path: Path, file: RemoteFile, expected: dict[str, str]) -> None:
+    """Remove a file and raise UserError if its size or a digest is wrong. expected: algorithm -> digest."""
+    wrong = [name for name, digest in expected.items() if file_digest(path, name) != digest]
+    if path.stat().st_size != file.size or wrong:
+        path.resolve().unlink()  # in the hub's cache, `path` is a link to the content
+        path.unlink(missing_ok=True)
+        problem = f"its {wrong[0]} is not the store's" if wrong else f"it should have {file.size:,} bytes"
+        raise UserError(f"{path}: damaged in the download: {problem}; the same command downloads it again")

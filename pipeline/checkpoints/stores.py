@@ -10,7 +10,6 @@ import errno
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -75,15 +74,9 @@ class BucketStore:
         with self._user_errors():
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
-    def arrivals(self, folder: Path) -> Path:
-        """Return the folder in which files appear during `download` to `folder`, to measure its progress."""
-        return folder
-
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         """Download missing files to `folder`, and return it. The caller must hold a lock, and verify the contents."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # left by a killed process, as only the lock's holder writes here
-            left.unlink()
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
         missing = [file for file in files if present.get(file.name) != file.size]
         needed, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
@@ -115,7 +108,6 @@ class BucketStore:
 
     def _get(self, file: RemoteFile, folder: Path) -> None:
         fs, path = filesystem(self.url, self.storage)
-        temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
         with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
             # one check suffices: s3fs sends the ETag as If-Match, so all reads return this version
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
@@ -123,10 +115,9 @@ class BucketStore:
                     f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "
                     "--overwrite"
                 )
-            with open(temporary, "xb") as target:
+            with open(folder / file.name, "wb") as target:
                 while data := source.read(CHUNK):
                     target.write(data)
-        temporary.replace(folder / file.name)
 
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
@@ -176,10 +167,6 @@ class HubStore:
             header = api.parse_safetensors_file_metadata(self.repo, file.name, revision=self.revision)
         where = f"{self.repo}@{self.revision}/{file.name}"
         return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
-
-    def arrivals(self, folder: Path) -> Path:
-        """Return the folder in which files appear during `download`, to measure the download's progress."""
-        return self._cache() / f"models--{self.repo.replace('/', '--')}"
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         """Download files to huggingface_hub's cache, and return their folder in it. `folder` is ignored."""

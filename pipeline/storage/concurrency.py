@@ -32,15 +32,13 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
 
 
 @contextmanager
-def repeating(action: Callable[[], object], seconds: float, name: str, first: float | None = None) -> Iterator[None]:
-    """Call `action` every `seconds` in a thread while the `with` block runs. first: seconds before the first call."""
+def repeating(action: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
+    """Call `action` every `seconds` in a thread while the `with` block runs."""
     ended = threading.Event()
 
     def work() -> None:
-        wait = seconds if first is None else first
-        while not ended.wait(wait):
+        while not ended.wait(seconds):
             action()
-            wait = seconds
 
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
