@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from actors.answers import Answer, Prompt, answer_columns, answer_types, as_column, error_answer, object_column
 from actors.engine.build import build_engine, current_device
-from actors.engine.constraints.json_schema import repeated_key
+from actors.engine.constraints.json_schema import wrong_key
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
@@ -267,9 +267,9 @@ class Generator:
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
         if completion.error is None and request.constraint is not None and request.constraint.name == "json_schema":
-            repeated = repeated_key(text)
-            if repeated is not None:
-                error = f"json_schema: {repeated}"
+            wrong = wrong_key(text)
+            if wrong is not None:
+                error = f"json_schema: {wrong}"
                 completion = replace(completion, finish_reason=FinishReason.ERROR, error=error)
         return Answer(
             row=row,

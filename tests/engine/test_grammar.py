@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.answers import Prompt
 from actors.engine.constraints.constraint import words_of
 from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.json_schema import wrong_key
 from actors.engine.constraints.output_format import KEPT_CHARACTERS, OutputFormat, library_grammar
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import RowSampling
@@ -433,6 +435,33 @@ def test_an_answer_that_has_a_key_twice_is_an_error_with_its_text(pair: list[Gen
             [one] = json.loads(text)
             jsonschema.validate(one, schema)
     assert 0 < twice < len(answers)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": true, "b": [{"a": 1}, {"a": {"a": 2}}]}', None),
+        ('{"a": [{"x": 1, "y": 2, "x": 3}]}', "the key 'x' twice"),
+        ('{"a": 1, "b": {}, "a": 1}', "the key 'a' twice"),
+        (f'[{"9" * 5000}, "\\u000a\\u001F\\\\u0061\\n"]', None),
+        ('{"\\u0061": 5}', "escapes"),
+        ('{"\\\\\\u00e9": 5}', "escapes"),
+        ("[" * 100_000 + "]" * 100_000, "RecursionError|recursion"),
+    ],
+)
+def test_keys_that_a_reader_would_read_otherwise_are_found(text: str, message: str | None) -> None:
+    """A grammar compares keys as they are written."""
+    found = wrong_key(text)
+    assert found is None if message is None else re.search(message, str(found))
+
+
+def test_the_grammar_writes_escapes_only_in_keys_that_no_property_names() -> None:
+    held = {"type": "object", "properties": {"a": STRING}, "additionalProperties": {"type": "integer"}}
+    form = OutputFormat("json_schema", json.dumps(held))
+    assert accepts(form, '{"\\u0061": 5}') and not accepts(form, '{"a": 5}')
+    for schema in ({}, {"type": "string"}, {"type": "string", "pattern": "^.$"}, {"const": "\u00e9"}):
+        written = OutputFormat("json_schema", json.dumps(schema))
+        assert not accepts(written, '"\\u0041"') and not accepts(written, '"\\u00e9"')
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ their types, the `oneOf` is replaced by an `anyOf`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -193,11 +194,14 @@ def unkept(schema: Schema) -> str | None:
     return found[0] if found else None
 
 
-def repeated_key(text: str) -> str | None:
-    """Return an error message if an object in the JSON `text` has a key twice; else None.
+def wrong_key(text: str) -> str | None:
+    """Return an error message if an object in the JSON `text` has a key twice, or one that is written as `\\u0061`.
 
-    Grammars do not hold this for keys that no `properties` names, and a reader would keep only one of the values.
+    Grammars hold neither for keys that no `properties` names: a reader would keep only one of the values, and a
+    property's name in escapes would have another schema than its own. Strings that are not keys have no such escapes.
     """
+    if re.search(r"(?<!\\)(\\\\)*\\u(?!00[01])", text):
+        return "a key is written with escapes"
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         keys = [key for key, _ in pairs]
