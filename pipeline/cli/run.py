@@ -141,7 +141,7 @@ def try_rows(
                 name = f"answer {answer.sample_index}" if len(row.answers) > 1 else "answer"
                 depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
                 share = answer.choice_probability
-                sure = "" if share is None else f", probability among the choices {share:.2f}"
+                sure = "" if share is None else f", choice_probability {share:.2f}"
                 lines += [
                     f"  {name}: {answer.generated_text}",
                     f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
