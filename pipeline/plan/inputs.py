@@ -9,9 +9,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cache
-from string import digits
 
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
@@ -25,7 +23,6 @@ from pipeline.storage.working_dir import unpacked
 
 log = logging.getLogger(__name__)
 DIGEST_BYTES = 4 * 2**30  # if local files are larger in total, only their modification times are compared
-_DIGIT = re.compile(r"[0-9]|\[!?\]?[^]]*\]")  # a digit or a set of characters in a glob
 RUN_FOLDER = "2026-01-31T00-00-00Z"  # example name for the folder of an incremental run
 
 
@@ -48,7 +45,7 @@ def check_output_disjoint(
     for given in config.input.path:
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
-            if any(_may_match(path, folder, name) for name in _future_names(config)):
+            if any(re.match(glob_translate(path), f"{folder}/{name}") for name in _future_names(config)):
                 raise UserError(f"{key}: the input glob {given} matches files in {shown}; choose another folder")
         elif path == folder or path.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input {given}; choose another folder")
@@ -109,26 +106,11 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Yield names of files that the job may write into its output folder; the others have other digits."""
+    """Yield examples of the names of files that the job writes into its output folder."""
     results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
     for folder in ("", f"{RUN_FOLDER}/") if config.input.since else ("",):
         yield f"{folder}part-000000.parquet"
         yield from (f"{folder}{kind}{number}.jsonl" for kind in results for number in ("", "-0001"))
-
-
-def _may_match(path: str, folder: str, name: str) -> bool:
-    """Tell whether the glob `path` matches the file `name` in `folder`, or this file with other digits in `name`."""
-    fixed = fixed_part(path)
-    pattern = fixed + _DIGIT.sub(_any_digit, path[len(fixed) :])
-    return re.match(glob_translate(pattern), f"{folder}/{name}") is not None
-
-
-def _any_digit(found: re.Match[str]) -> str:
-    """Return a part of a glob that matches all digits and what `found` matches. A set without digits is unchanged."""
-    text = found[0]
-    if not any(fnmatchcase(digit, text) for digit in digits):
-        return text
-    return "?" if text.startswith("[!") else "[0-9]" if len(text) == 1 else f"{text[:-1]}0-9]"
 
 
 def _real(url: str, storage: StorageConfig) -> str:

@@ -37,6 +37,13 @@ from pipeline.storage.concurrency import in_parallel
 
 log = logging.getLogger(__name__)
 ANSWERS_VERSION = 2  # raise this number when a code change gives different answers to the same job file
+WITHOUT_EFFECT: Any = {  # sections and keys of a job file that change no answer, or are compared by their values below
+    "input": {"since", "changed", "unreadable", "csv_field_bytes"},
+    "output": {"path", "format"},
+    "model": {"path", "cache", "speed_adapter"},
+    **dict.fromkeys(("schedule", "actors", "storage", "adapt", "price_per_hour"), True),
+    **dict.fromkeys(("max_error_rate", "grace_seconds", "attempts"), True),
+}
 
 
 class NoRows(UserError):
@@ -213,17 +220,13 @@ def _identity(
     inputs = hashlib.sha256()
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
-    sections = {"sampling", "choices", "reasoning", "output_format"}
-    without_effect = {"since", "changed", "unreadable", "csv_field_bytes"}
+    sections = config.model_dump(mode="json", exclude=WITHOUT_EFFECT)
     return {
-        "input": {**config.input.model_dump(mode="json", exclude=without_effect), "files": inputs.hexdigest()},
-        "output": config.output.model_dump(exclude={"path", "format"}),
-        "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
+        **sections,
+        "input": {**sections["input"], "files": inputs.hexdigest()},
+        "model": {**sections["model"], **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
-        **config.model_dump(mode="json", include=sections),
-        "shared_prefix": config.shared_prefix,
         "shard_rows": config.shard_rows or batching.shard_rows,
-        "shard_bytes": config.shard_bytes,
         "limit": limit,
         "answers_version": ANSWERS_VERSION,
     }

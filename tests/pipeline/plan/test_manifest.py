@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -471,25 +470,6 @@ def test_an_output_folder_that_holds_the_input_is_refused_before_files_are_liste
         said = rf"^output.path: {output} holds the input {inputs}; choose another folder$"
         with pytest.raises(UserError, match=said):
             check_output_disjoint(job(inputs, checkpoint, output={"path": str(output)}))
-
-
-@pytest.mark.parametrize(
-    ("glob", "matches"),
-    [
-        ("*/part-001*", True),
-        ("*/?art-[!0_]*[4]*.parquet", True),
-        ("**/part-12345[5-9].parquet", True),
-        ("*/part-12345.parquet", False),
-        ("*/part[1-3]*.parquet", False),
-        ("*/part-[a-f]*", False),
-        ("other/part-001*", False),
-        ("out-2/**", False),
-    ],
-)
-def test_a_glob_must_match_none_of_the_parts_that_the_job_may_write(checkpoint: Path, glob: str, matches: bool) -> None:
-    config = job([f"/x/{glob}"], checkpoint, output={"path": "/x/out-1"})
-    with pytest.raises(UserError, match="the input glob") if matches else nullcontext():
-        check_output_disjoint(config)
 
 
 def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> None:
