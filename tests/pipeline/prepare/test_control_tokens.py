@@ -139,6 +139,7 @@ TEXTS = st.lists(
 @pytest.mark.parametrize("template", DECISIONS)
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
+@example(text=f"<</s>s></{START}s>")
 def test_no_text_adds_a_control_token_nor_takes_one_of_the_templates(
     chat_checkpoint: Path, template: str, text: str
 ) -> None:
@@ -148,8 +149,8 @@ def test_no_text_adds_a_control_token_nor_takes_one_of_the_templates(
     expected = tokenizer.apply_chat_template(chat_of(text), tokenize=False)
     try:
         prompt, spelled = render_chat(tokenizer, Chat(), chat_of(text))
-    except UserError as error:  # a slice has cut a marker off
-        assert str(error) == UNCLEAR and ("[:5]" in template or "split" in template)  # noqa: PT017
+    except UserError as error:  # a slice has cut a marker off, or a replacement has spelled a control token
+        assert str(error) == UNCLEAR and any(cut in template for cut in ("[:5]", "split", "replace"))  # noqa: PT017
         return
     if not spelled:  # the template has dropped what the text spells
         assert prompt == expected and specials(tokenizer(prompt, add_special_tokens=False)["input_ids"])[-1] == 2
