@@ -52,7 +52,7 @@ def test_a_failed_command_ends_with_an_event(in_process: None, tmp_path: Path, c
     assert (last["event"], last["level"]) == ("end", "ERROR") and "1 of 3 rows have an error" in last["message"]
     wrong = invoke(tmp_path, strict, "--log-json", "--set", "sampling.top_p=2")
     (only,) = events(wrong.stderr)
-    assert wrong.exit_code == only["exit_status"] == 2 and "sampling.top_p" in only["message"]
+    assert wrong.exit_code == only["exit_status"] == 2 and "top_p" in only["message"]
 
 
 def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
