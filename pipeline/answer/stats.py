@@ -300,6 +300,7 @@ STATS_SCHEMA = pa.schema(
 
 RATES = {  # column -> numerator, denominator, unit
     "tokens_per_second": ("generated_tokens", "generate_seconds", "generated tokens ÷ generate_seconds"),
+    "rows_per_second": ("rows", "generate_seconds", "rows ÷ generate_seconds"),
     "padding_fraction": ("padding_tokens", "padded_prompt_tokens", "padding as a share of the tokens of prefill"),
     "mean_depth": ("layer_steps", "decode_steps", "layers per decode step"),
 }
@@ -308,12 +309,12 @@ RATES = {  # column -> numerator, denominator, unit
 def with_rates(shards: pa.Table) -> pa.Table:
     """Return shards, which have the columns of `STATS_SCHEMA`, with the columns of `RATES`.
 
-    A rate is null if its denominator is 0; tokens per second also if the shard overlaps with another one.
+    A rate is null if its denominator is 0, or if it is one per second and the shard overlaps with another one.
     """
     for name, (part, total, unit) in RATES.items():
         value, divisor = (pc.cast(shards[column], pa.float64()) for column in (part, total))
         unknown = pc.equal(divisor, 0)
-        if name == "tokens_per_second":
+        if total == "generate_seconds":
             unknown = pc.or_(unknown, shards["overlaps"])
         rates = pc.divide(value, pc.if_else(unknown, None, divisor))
         shards = shards.append_column(pa.field(name, pa.float64(), metadata={"unit": unit}), rates)

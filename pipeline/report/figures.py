@@ -39,6 +39,15 @@ def error_kinds(shards: pa.Table) -> list[dict[str, Any]]:
     return listed[:SHOWN_KINDS] + ([{"kind": "", "answers": rest}] if rest else [])
 
 
+def label_counts(totals: Totals, manifest: Manifest, most: int) -> list[tuple[str, int]]:
+    """Return (label, number of answers): at most `most` labels, the unused ones last, then the sum of all others."""
+    counts = [(" ".join(label.split()), count) for label, count in totals.labels.items()]
+    if counts:
+        counts += [(label, 0) for label in manifest.identity.get("choices") or () if label not in totals.labels]
+    rest = sum(count for _, count in counts[most:]) + totals.unnamed_labels
+    return counts[:most] + ([("all others", rest)] if rest or len(counts) > most else [])
+
+
 def first_answers(folder: Folder, shards: pa.Table, count: int) -> list[tuple[str | None, dict[str, Any]]]:
     """Return the first `count` committed rows, each after the end of its prompt, as the model read it.
 

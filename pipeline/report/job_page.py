@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from importlib.resources import files
 
 import pyarrow as pa
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from pipeline.answer.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
+from pipeline.answer.stats import STATS_SCHEMA, add_up, slowest_shards
 from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import read_runs
 from pipeline.commit.sink import part_name
 from pipeline.messages import escaped, one_line, write_log
 from pipeline.plan.manifest import Manifest
-from pipeline.report.figures import error_kinds, first_answers, total_lines
+from pipeline.report.figures import error_kinds, first_answers, label_counts, total_lines
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet
 
@@ -64,7 +63,8 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table) -> bytes:
         totals=totals,
         answers=first_answers(folder, shards, SHOWN_ANSWERS),
         answer_chars=ANSWER_CHARS,
-        labels=_labels(totals, manifest.identity.get("choices") or ()),
+        labels=label_counts(totals, manifest, SHOWN_LABELS),
+        label_chars=LABEL_CHARS,
         kinds=error_kinds(shards),
         lines=list(total_lines(manifest, totals, read_runs(folder), shards)),
         slowest=[
@@ -73,17 +73,6 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table) -> bytes:
         ],
     )
     return text.encode(errors="backslashreplace")  # a name may hold a lone surrogate
-
-
-def _labels(totals: Totals, choices: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (label, number of answers): the most common labels, unused `choices`, then the sum of all others."""
-    counts = dict(totals.labels)
-    if counts:
-        counts |= {label: 0 for label in choices if label not in counts}
-    listed = list(counts.items())
-    rest = sum(count for _, count in listed[SHOWN_LABELS:]) + totals.unnamed_labels
-    shown = [(label[:LABEL_CHARS], count) for label, count in listed[:SHOWN_LABELS]]
-    return [*shown, ("all others", rest)] if rest or len(listed) > SHOWN_LABELS else shown
 
 
 def count(value: float | None) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
@@ -19,13 +18,26 @@ from pipeline.commit.sink import SUCCESS
 from pipeline.config.job import StorageConfig
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
-from pipeline.report.figures import error_kinds, first_answers, total_lines
+from pipeline.report.figures import error_kinds, first_answers, label_counts, total_lines
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder, read_json
 from pipeline.storage.parquet import read_parquet
 
 SHOWN_SHARDS, SHOWN_KINDS = 20, 5
 SHOWN_LABELS, LABEL_CHARS = 10, 60
+COLUMNS = {  # title -> statistic of a shard, and its format
+    "shard": ("shard", ""),
+    "rows": ("rows", ","),
+    "errors": ("errors", ","),
+    "prompt tok": ("prompt_tokens", ","),
+    "new tok": ("generated_tokens", ","),
+    "prefill s": ("prefill_seconds", ".2f"),
+    "decode s": ("decode_seconds", ".2f"),
+    "tok/s": ("tokens_per_second", ",.0f"),
+    "rows/s": ("rows_per_second", ",.1f"),
+    "padding": ("padding_fraction", ".1%"),
+    "depth": ("mean_depth", ".2f"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,54 +57,25 @@ def print_report(
     shown = with_rates(slowest_shards(shards.select(STATS_SCHEMA.names), SHOWN_SHARDS)).sort_by("shard").to_pylist()
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    columns = _columns(totals)
-    for name in columns:
-        table.add_column(name, justify="right")
+    hidden = ("rows/s",) if totals.decode_steps else ("new tok", "decode s", "tok/s", "depth")
+    columns = {title: column for title, column in COLUMNS.items() if title not in hidden}
+    for title in columns:
+        table.add_column(title, justify="right")
     for shard in shown:
-        table.add_row(*(value(shard) for value in columns.values()))
+        table.add_row(*("-" if shard[name] is None else format(shard[name], form) for name, form in columns.values()))
     console.print(table)
     console.print()
-    lines = [*total_lines(manifest, totals, runs, shards), *([_labels(totals, manifest)] if totals.labels else [])]
+    lines = list(total_lines(manifest, totals, runs, shards))
+    if labels := label_counts(totals, manifest, SHOWN_LABELS):
+        answers = sum(count for _, count in labels)
+        shares = (f"{label[:LABEL_CHARS]} {count:,} ({count / answers:.1%})" for label, count in labels)
+        lines.append(f"labels: {', '.join(shares)}")
     kinds = [kind for kind in error_kinds(shards) if kind["kind"]][:SHOWN_KINDS]
     for one in kinds:
         row = f" (row {one['row_id']})" if one["row_id"] else ""
         lines.append(f"error: {one['answers']:,} x {one['example']}{row}")
     lines += [f"warning: {line}" for line in totals.warnings]
     console.print("\n".join(lines))
-
-
-def _columns(totals: Totals) -> dict[str, Callable[[Mapping[str, Any]], str]]:
-    """Return column title -> function that formats a shard's cell. Without decode steps, omit decode columns."""
-    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "shard": lambda shard: str(shard["shard"]),
-        "rows": lambda shard: f"{shard['rows']:,}",
-        "errors": lambda shard: f"{shard['errors']:,}",
-        "prompt tok": lambda shard: f"{shard['prompt_tokens']:,}",
-        "new tok": lambda shard: f"{shard['generated_tokens']:,}",
-        "prefill s": lambda shard: f"{shard['prefill_seconds']:.2f}",
-        "decode s": lambda shard: f"{shard['decode_seconds']:.2f}",
-        "tok/s": lambda shard: f"{shard['tokens_per_second']:,.0f}" if shard["tokens_per_second"] else "-",
-        "rows/s": lambda shard: (
-            f"{shard['rows'] / shard['generate_seconds']:,.1f}" if shard["tokens_per_second"] else "-"
-        ),
-        "pad %": lambda shard: f"{100 * (shard['padding_fraction'] or 0):.1f}",
-        "depth": lambda shard: f"{shard['mean_depth'] or 0:.2f}",
-    }
-    hidden = {"rows/s"} if totals.decode_steps else {"new tok", "decode s", "tok/s", "depth"}
-    return {title: cell for title, cell in columns.items() if title not in hidden}
-
-
-def _labels(totals: Totals, manifest: Manifest) -> str:
-    """Return a line with the number of answers of each common label and of all others, and with the unused labels."""
-    counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
-    shown, rest = counts[:SHOWN_LABELS], sum(count for _, count in counts[SHOWN_LABELS:])
-    shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
-    shown.append(("labels that are not counted by name", totals.unnamed_labels))
-    answers = sum(count for _, count in shown)
-    line = "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown if count)
-    unused = [label[:LABEL_CHARS] for label in manifest.identity.get("choices") or () if label not in totals.labels]
-    names = ", ".join(unused) if len(unused) <= SHOWN_LABELS else counted(len(unused), "label")
-    return f"{line}; never chosen: {names}" if unused and not totals.unnamed_labels else line
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int, storage: StorageConfig) -> None:

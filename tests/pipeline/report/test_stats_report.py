@@ -96,7 +96,7 @@ def test_a_table_has_one_row_per_shard_and_units(shards: list[ShardStats]) -> No
         assert one.metadata[b"unit"], one.name
     for shard, row in zip(shards, rated.to_pylist(), strict=True):
         is_known = shard.generate_seconds and not shard.overlaps
-        assert (row["tokens_per_second"] is not None) == bool(is_known)
+        assert (row["tokens_per_second"] is not None) == (row["rows_per_second"] is not None) == bool(is_known)
         assert row["mean_depth"] == (shard.layer_steps / shard.decode_steps if shard.decode_steps else None)
         padded = shard.padded_prompt_tokens
         assert row["padding_fraction"] == (shard.padding_tokens / padded if padded else None)
@@ -185,14 +185,13 @@ def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
     one = part_stats(SHARDS[0], answers=1200, rows=1200, stopped=1200, cut_off=0, label_counts=counts, **none)
     text = printed(to_table([one, replace(one, shard=1, label_counts="")]))
     title = text.splitlines()[1].split()
-    assert title == ["shard", "rows", "errors", "prompt", "tok", "prefill", "s", "rows/s", "pad", "%"]
+    assert title == ["shard", "rows", "errors", "prompt", "tok", "prefill", "s", "rows/s", "padding"]
     assert "depth" not in text and "decode " not in text.replace("no decode steps", "")
     named = sum(100 - number for number in range(12))
-    assert f"labels: label [b]0 100 ({100 / 2400:.1%}), " in text and f"2 other labels {90 + 89}" in text
-    assert f"labels that are not counted by name {2400 - named:,}" in text
+    assert f"labels: label [b]0 100 ({100 / 2400:.1%}), " in text and f"all others {90 + 89 + 2400 - named:,} (" in text
     known = replace(MANIFEST, identity={**MANIFEST.identity, "choices": ["yes", "no", "maybe"]})
     few = replace(one, label_counts=json.dumps({"yes": 1200}))
-    assert "labels: yes 1,200 (100.0%); never chosen: no, maybe\n" in printed(to_table([few]), known)
+    assert "labels: yes 1,200 (100.0%), no 0 (0.0%), maybe 0 (0.0%)\n" in printed(to_table([few]), known)
     told = printed(to_table([part_stats(SHARDS[0])]))
     assert "decode s" in told and "labels" not in told and "rows/s" not in told
 
