@@ -207,7 +207,10 @@ class RequestBuilder:
         return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._end(prompt_ids)))
 
     def begins_thinking(self, request: Request) -> bool:
-        """Return whether the answer begins inside thinking: the prompt opens it, or the constraint expects it."""
+        """Return whether the answer's first token belongs to the model's thinking.
+
+        It does if the prompt ends with the opening mark, or if labels or a format apply only after thinking.
+        """
         if self.reasoning is None:
             return False
         return isinstance(request.constraint, AfterReasoning) or self.reasoning.begun_by(self._end(request.prompt_ids))

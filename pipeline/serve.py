@@ -30,7 +30,6 @@ from actors.generator import Generator
 from actors.openai_answers import error_body, response
 from actors.openai_requests import ENDPOINTS
 from actors.settings import EngineSettings
-from pipeline.advise.estimate import name_of
 from pipeline.answer.settings import fetched
 from pipeline.answer.stage import prompts
 from pipeline.checkpoints.resolve import resolve_checkpoint
@@ -174,7 +173,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 serve.run(deployment.bind(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(host, port)
                 name = f"{config.model.path} as {planned.name!r}"
-                announce(f"serving {name} at {name_of(planned.schedule)} on http://{host}:{port}/v1 (Ctrl-C stops)")
+                announce(f"serving {name} at {planned.schedule.name} on http://{host}:{port}/v1 (Ctrl-C stops)")
                 with suppress(Interrupted):
                     while ray.is_initialized():
                         time.sleep(1)

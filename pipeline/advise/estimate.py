@@ -109,7 +109,7 @@ def estimate(
             raise UserError(f"none of {len(found):,} sampled rows can be answered; the first error: {first}")
         share = len(good) / len(found)
         last = share * longest((shard.rows for shard in left), config.actors.most)
-        speeds, chosen = schedules(job), name_of(job.schedule)
+        speeds, chosen = schedules(job), job.schedule.name
         before = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(backend.ready(job.config.actors))  # prints a line if it starts Ray
@@ -220,25 +220,18 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
     return [replace(shard, rows=min(shard.rows, rows // count)) for shard in chosen]
 
 
-def name_of(schedule: Schedule) -> str:
-    """Return the name under which users see a schedule's speed, such as `2x`."""
-    if schedule.is_full_depth:
-        return "1x"
-    return f"{schedule.speedup:g}x" if schedule.speedup is not None else "the configured depths"
-
-
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
     """Return speed -> schedule: the job's own speed, those of `OFFERED` that the training covers, then 1x."""
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
-    found = {name_of(job.schedule): job.schedule}
+    found = {job.schedule.name: job.schedule}
     for speed in OFFERED:
         try:
             schedule = checkpoint.schedule({**kept, "speedup": speed})
         except UserError:  # skip a speed without a schedule, e.g. because the checkpoint has no horizon
             continue
         if checkpoint.trained is not None and checkpoint.trained.covers(schedule):
-            found.setdefault(name_of(schedule), schedule)
+            found.setdefault(schedule.name, schedule)
     found.pop("1x", None)
     return {**found, "1x": job.schedule if job.schedule.is_full_depth else checkpoint.schedule({"speedup": 1.0})}
 

@@ -30,7 +30,6 @@ from typer.testing import CliRunner
 
 from actors.openai_requests import CHAT, TEXT
 from pipeline import serve as server
-from pipeline.advise.estimate import name_of
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
@@ -171,7 +170,7 @@ def test_refusals_are_one_line_before_a_model_is_loaded(
 def test_the_schedule_of_the_checkpoint_is_named(chat_checkpoint: Path) -> None:
     for schedule, speed in (({}, "2x"), ({"speedup": 1}, "1x"), ({"depths": [3, 1]}, "the configured depths")):
         plan = planned(model={"path": str(chat_checkpoint)}, schedule={**schedule, "unadapted": True})
-        assert name_of(plan.schedule) == speed
+        assert plan.schedule.name == speed
 
 
 def free_port() -> int:

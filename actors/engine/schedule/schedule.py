@@ -80,6 +80,13 @@ class Schedule:
         return tuple(sorted(self.keep_order[: self.depth(position)]))
 
     @property
+    def name(self) -> str:
+        """Name of the schedule's speed for users, such as `2x`."""
+        if self.is_full_depth:
+            return "1x"
+        return f"{self.speedup:g}x" if self.speedup is not None else "the configured depths"
+
+    @property
     def is_full_depth(self) -> bool:
         """Whether every token, prompt tokens included, runs every layer."""
         return self.depths[-1] == self.num_layers
@@ -103,7 +110,10 @@ class Schedule:
         return tuple(ranks)
 
     def uses(self, layer: int, max_new_tokens: int) -> int:
-        """Return how many of the `max_new_tokens` - 1 decode steps run `layer`. These are always the first steps."""
+        """Return for how many of the `max_new_tokens` - 1 decode steps a row needs `layer`.
+
+        Depth never rises, so a layer runs from the first step on, and once it stops, it never runs again.
+        """
         steps = max(max_new_tokens - 1, 0)
         rank = self.ranks[layer]
         inside = sum(1 for depth in self.depths[:steps] if depth > rank)
