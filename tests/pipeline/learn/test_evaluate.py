@@ -360,7 +360,7 @@ def test_lines_warm_up_and_take_turns(rounds: int, device: str, warm_ups: int, m
         return TimedRun([number], number, [number], [number / 2])
 
     monkeypatch.setattr("pipeline.learn.evaluate.run.answer", answer)
-    generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device))
+    generator = SimpleNamespace(settings=SimpleNamespace(max_batch=2), device=SimpleNamespace(type=device))
     lines: Any = {"1x": (generator, "1x"), "2x": (generator, "2x")}
     runs = time_in_turn(lines, PROMPTS, rounds)
     assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + 1)
@@ -386,7 +386,7 @@ def test_every_full_batch_fits_the_budget(lengths: list[int], new: int, budget: 
 
     limits = [min(new, context - length) for length in lengths]
     engine = SimpleNamespace(row_bytes=row_bytes, decoder=SimpleNamespace(context_length=context))
-    generator: Any = SimpleNamespace(engine=engine, cache_bytes=budget, max_batch=most)
+    generator: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(cache_bytes=budget, max_batch=most))
     prompts = [Prompt([1] * length, "f", row) for row, length in enumerate(lengths)]
     if max(map(row_bytes, lengths, limits)) > budget:
         with pytest.raises(ValueError, match=r"f: row \d+: needs \d+ bytes of cache at full depth"):
