@@ -39,7 +39,9 @@ class Schedule:
     depths: tuple[int, ...]  # depths d(0), d(1), ... of the first positions; later positions have the last depth
     keep_order: tuple[int, ...]  # layer order, a permutation of the layers; depth d runs the first d layers in it
     warmup: int = 1  # number of lowest layers that always run; depth d includes them
-    prompt: str = "full"  # prompt policy: ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
+    prompt: PromptPolicy = (
+        "full"  # prompt policy: ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
+    )
     speedup: float | None = None  # nominal speed-up from which the schedule was made; for information only
 
     def __post_init__(self) -> None:
@@ -48,8 +50,6 @@ class Schedule:
             raise UserError(f"num_layers = {layers}: must be at least 1")
         if not 0 <= self.warmup <= layers:
             raise UserError(f"warmup = {self.warmup}: must lie in [0, {layers}]")
-        if self.prompt not in PROMPT_POLICIES:
-            raise UserError(f"prompt = {self.prompt!r}: must be one of {', '.join(PROMPT_POLICIES)}")
         if not self.depths:
             raise UserError("depths is empty: give at least one depth")
         lowest = max(self.warmup, 1)
@@ -188,14 +188,12 @@ class ScheduleSpec:
             return tuple(self.keep_order)
         if not 0 <= self.warmup <= num_layers:
             raise UserError(f"warmup = {self.warmup}: must lie in [0, {num_layers}]")
-        if self.keep_order in KEEP_ORDERS:
-            return KEEP_ORDERS[self.keep_order](num_layers, self.warmup)
         if self.keep_order == MEASURED:
             raise UserError(
                 "keep_order = measured: `skipdecode adapt` measures the order and stores it with what it trains; here "
                 f"keep_order must be {', '.join(KEEP_ORDERS)} or a list of layers"
             )
-        raise UserError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
+        return KEEP_ORDERS[self.keep_order](num_layers, self.warmup)
 
     def _depths(self, num_layers: int) -> tuple[int, ...]:
         depth_keys = [name for name in ("depths", "speedup") if getattr(self, name) is not None] + (
@@ -205,8 +203,6 @@ class ScheduleSpec:
             raise UserError(f"{' and '.join(depth_keys)} both set the depth: keep one of them")
         if self.depths is not None:
             return tuple(self.depths)
-        if self.decay not in DECAYS:
-            raise UserError(f"decay = {self.decay!r}: must be one of {', '.join(DECAYS)}")
         if self.speedup is not None:
             if self.decay == "constant":
                 max_depth = min_depth = max(self.warmup, 1, round(num_layers / _ratio(self.speedup)))
