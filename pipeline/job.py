@@ -25,6 +25,7 @@ from pipeline.commit.runs import recorded_run
 from pipeline.commit.sink import SUCCESS, Check, committed_shards
 from pipeline.config.job import JobConfig
 from pipeline.input.files import Files
+from pipeline.plan.batching import warn_of_engine
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.job import PlannedJob, announce_no_gain, plan
@@ -102,6 +103,8 @@ def run(
             lease = leased(folder) if night is None else nullcontext()
             announce_no_gain(job)
             with lease, backend.ready(config.actors):
+                if stored is None:
+                    warn_of_engine(config)
                 if night is not None:
                     night.begin()
                 claim(folder, stored, job.manifest, overwrite=overwrite)

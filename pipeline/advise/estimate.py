@@ -40,6 +40,7 @@ from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.messages import counted, too_many_errors
+from pipeline.plan.batching import warn_of_engine
 from pipeline.plan.job import PlannedJob, announce_no_gain, plan
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
@@ -114,6 +115,7 @@ def estimate(
         with ExitStack() as stack:
             stack.enter_context(backend.ready(job.config.actors))  # prints a line if it starts Ray
             ray = time.monotonic() - before
+            warn_of_engine(config)
             announce_no_gain(job)
             asked = time.time()
             samples = _sample(job, good, speeds, backend, seconds, last)

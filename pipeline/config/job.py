@@ -184,7 +184,10 @@ class ActorsConfig(Section):
     gpus: float = Field(0, ge=0, description="GPUs per actor")
     cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default: one per thread")
     wait_seconds: float = Field(
-        600, ge=0, description="seconds to wait for room in the cluster for the minimum number of actors"
+        600,
+        ge=0,
+        description="seconds to wait for room in the cluster for the minimum number of actors; if this key is not "
+        "set, a cluster with neither a GPU for them nor an autoscaler is refused at once",
     )
     threads: int | None = Field(
         None, ge=1, description="torch threads per actor; default on a CPU: CPUs of the node ÷ actors on the node"

@@ -93,10 +93,7 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
     if engine == "auto" and stored is not None:
         engine = stored
     elif engine == "auto" and gpus and model.device != "cpu":
-        reason = f"{install_command('vllm')} for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
-        engine = "vllm" if reason is None else engine
-        if reason is not None:
-            log.warning("engine: builtin is used on the GPU; %s", reason)
+        engine = "vllm" if find_spec("vllm") is not None and not_in_vllm(config) is None else engine
     if engine != "vllm":
         return config.model_copy(update={"model": model.model_copy(update={"engine": engine})})
     if find_spec("vllm") is None:
@@ -106,6 +103,15 @@ def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
     workers = (model.vllm or {}).get("tensor_parallel_size", 1)
     actors = config.actors.model_copy(update={"gpus": max(gpus, float(workers)) if gpus else gpus})
     return config.model_copy(update={"model": model.model_copy(update={"engine": "vllm"}), "actors": actors})
+
+
+def warn_of_engine(config: JobConfig) -> None:
+    """If `model.engine: auto` does not choose vLLM on a GPU, log the reason. Call it once the job has its GPUs."""
+    model = config.model
+    if config.actors.gpus and model.engine == "auto" and model.vllm is None and model.device != "cpu":
+        reason = f"{install_command('vllm')} for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
+        if reason is not None:
+            log.warning("engine: builtin is used on the GPU; %s", reason)
 
 
 def not_in_vllm(config: JobConfig) -> str | None:

@@ -19,6 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._raylet import (  # type: ignore[attr-defined]
+    GCS_AUTOSCALER_STATE_NAMESPACE,
+    GCS_AUTOSCALER_V2_ENABLED_KEY,
+)
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from actors.engine.errors import UserError, flat
@@ -167,6 +174,8 @@ def _open(undo: ExitStack, verbose: bool, metrics_port: int | None) -> None:
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
     """Connect as `connected` does, and wait until the actors fit. Raises UserError if they can never be placed."""
+    if is_own_ray() and (problem := placement_problem(actors, [_this_machine()])):
+        raise UserError(f"actors: {problem}")
     with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield
@@ -175,14 +184,14 @@ def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = 
 def wait_for_nodes(actors: ActorsConfig) -> None:
     """Wait until the cluster has room for the minimum number of actors.
 
-    Raises UserError if a local Ray is too small, or the cluster has not grown within `actors.wait_seconds`.
+    Raises UserError if the cluster has not grown within `actors.wait_seconds`. Raises it at once if the cluster has
+    neither a GPU that the actors need nor an autoscaler, unless the job sets `actors.wait_seconds`.
     """
     began, timer = time.monotonic(), Timer()
     problem = placement_problem(actors, _nodes())
     if not problem:
         return
-    if is_own_ray():
-        raise UserError(f"actors: {problem}")
+    _check_growth(actors, problem)
     log.warning("waiting for the cluster to grow: %s", problem)
     bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
     # the group makes an autoscaler add nodes; `request_resources` would replace the requests of other jobs
@@ -199,6 +208,8 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
                 announce(f"waiting for the cluster to grow, {seconds}: {problem}", "waiting")
             time.sleep(WAIT_POLL_SECONDS)
             problem = placement_problem(actors, _nodes())
+            if problem:
+                _check_growth(actors, problem)
     finally:
         with suppress(ray.exceptions.RayError):
             remove_placement_group(group)
@@ -207,6 +218,29 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
 def _nodes() -> list[dict[str, float]]:
     """Return the resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _this_machine() -> dict[str, float]:
+    """Return the resources of the node that a local Ray would start."""
+    manager: Any = get_accelerator_manager_for_resource("GPU")
+    gpus, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
+    return {"CPU": process_cpus(), "GPU": gpus if visible is None else min(gpus, len(visible))}
+
+
+def _check_growth(actors: ActorsConfig, problem: str) -> None:
+    """Raise UserError if actors need GPUs, but the cluster has neither a GPU nor an autoscaler that may add one."""
+    if "wait_seconds" in actors.model_fields_set or not actors.gpus or any(node.get("GPU") for node in _nodes()):
+        return
+    if _internal_kv_get(GCS_AUTOSCALER_V2_ENABLED_KEY, namespace=GCS_AUTOSCALER_STATE_NAMESPACE) == b"1":
+        return
+    # after `ray start`, an autoscaler runs that adds no nodes: it gives each node a type of its own
+    status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+    types = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    if types and all(kind == f"node_{node}" for node, kind in types.items()):
+        raise UserError(
+            f"actors: {problem}; the cluster has neither a GPU nor an autoscaler: set actors.gpus: 0, or set "
+            "actors.wait_seconds to wait for a node with a GPU"
+        )
 
 
 def placement_problem(actors: ActorsConfig, nodes: Sequence[Mapping[str, float]]) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import socket
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from urllib.parse import quote
 
 import ray
+from ray._private.state import actors
 from ray.util.metrics import Counter, Gauge
 
 from pipeline import metrics
-from pipeline.answer.coordinator import Coordinator
+from pipeline.answer.coordinator import Coordinator, RunProgress
 from pipeline.answer.stage import Worker
 from pipeline.metrics import METRICS
 
@@ -52,8 +54,20 @@ class RemoteCoordinator:
         """Return a method of the actor, which may raise RayError. The driver's methods raise TimeoutError after 5 s."""
         if name not in vars(Coordinator):
             raise AttributeError(name)
-        seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
+        seconds = ANSWER_SECONDS if name in ("stop", "working") else None
         return lambda *arguments: ray.get(getattr(self.handle, name).remote(*arguments), timeout=seconds)
+
+    def read(self) -> RunProgress:
+        """Return the progress of the run. Before the first report of an actor, count actors with a process as loading.
+
+        Such an actor holds its CPUs while it imports libraries, which may take a minute.
+        """
+        run: RunProgress = ray.get(self.handle.read.remote(), timeout=ANSWER_SECONDS)
+        if run.loading or run.actors:
+            return run
+        job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
+        starting = actors(job_id=job, actor_state_name="PENDING_CREATION").values()
+        return replace(run, loading=sum(bool(one["Pid"]) for one in starting))
 
 
 class RayWorker(Worker):

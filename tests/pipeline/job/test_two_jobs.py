@@ -113,6 +113,7 @@ def test_a_job_without_a_free_cpu_says_so(cluster: LocalCluster, tmp_path: Path)
         hog.kill()
         code, _, said = command.end()
         assert code == 0, said
+        assert "loading the model in " in said
     finally:
         hog.kill()
         hog.wait()

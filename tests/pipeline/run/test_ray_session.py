@@ -16,17 +16,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 from cli_command import HANGING_SECONDS, wait_until
+from in_process import invoke, job_values
 from moved_clock import Clock
 from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
+from pipeline.answer.coordinator import RunProgress
 from pipeline.config.job import ActorsConfig
-from pipeline.run import ray_session
+from pipeline.run import ray_session, remote
 
 
 def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
@@ -44,6 +49,61 @@ def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
     said = re.findall(r"waiting for the cluster to grow, (.*): 9 actors of 1 GPUs", capsys.readouterr().err)
     assert said == ["10 of 25 s", "20 of 25 s"]
     assert ray.is_initialized()
+
+
+WATCHED = {"autoscaler_report": {"node_type_mapping": {"ab": "node_ab", "cd": "node_cd"}}}  # as after `ray start`
+GROWING = {"autoscaler_report": {"node_type_mapping": {"10.0.0.1": "head"}}}
+
+
+@pytest.mark.parametrize(
+    ("flag", "status", "gpus", "own", "waits"),
+    [
+        (b"0", WATCHED, 0, {}, False),
+        (b"0", WATCHED, 0, {"wait_seconds": 600}, True),
+        (b"0", WATCHED, 1, {}, True),  # another job's GPUs may come
+        (b"0", GROWING, 0, {}, True),
+        (b"0", {}, 0, {}, True),  # not yet reported
+        (b"1", WATCHED, 0, {}, True),
+    ],
+)
+def test_gpus_that_will_never_come_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, flag: bytes, status: dict[str, Any], gpus: int, own: dict[str, int], waits: bool
+) -> None:
+    values = {ray_session.GCS_AUTOSCALER_V2_ENABLED_KEY: flag, ray_session.DEBUG_AUTOSCALING_STATUS: json.dumps(status)}
+    monkeypatch.setattr(ray_session, "_internal_kv_get", lambda key, **_: values[key])
+    monkeypatch.setattr(ray_session, "_nodes", lambda: [{"CPU": 8.0, "GPU": gpus}])
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
+    monkeypatch.setattr(ray_session, "placement_group", lambda bundles: None)
+    monkeypatch.setattr(ray_session, "remove_placement_group", lambda group: None)
+    clock = Clock()
+    monkeypatch.setattr(ray_session, "time", clock)
+    began = clock.now
+    with pytest.raises(UserError, match="has not grown" if waits else r"actors\.gpus: 0.*actors\.wait_seconds"):
+        ray_session.wait_for_nodes(ActorsConfig(gpus=2, **own))
+    assert (clock.now - began > 600) == waits
+
+
+def test_a_machine_without_a_gpu_is_refused_before_ray_starts_and_without_advice_on_engines(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_session, "connected", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pq.write_table(pa.table({"prompt": ["alpha"]}), tmp_path / "in.parquet")
+    gpu = {"model": {"device": "auto"}, "actors": {"gpus": 1}}
+    done = invoke(tmp_path, job_values(tmp_path / "in.parquet", tmp_path / "out", checkpoint, **gpu))
+    assert done.exit_code == 2 and "actors: 1 actors of 1 GPUs do not fit on 0 GPUs" in done.stderr
+    assert "engine" not in caplog.text
+
+
+def test_actors_that_have_a_process_but_have_not_reported_are_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, pending = Mock(), {"a": {"Pid": 7}, "b": {"Pid": 0}}
+    monkeypatch.setattr(remote.ray, "get", lambda reference, timeout: handle.progress)
+    monkeypatch.setattr(remote.ray, "get_runtime_context", lambda: Mock(**{"get_job_id.return_value": "01000000"}))
+    monkeypatch.setattr(remote, "actors", lambda **filters: pending)
+    for progress, loading in ((RunProgress(), 1), (RunProgress(loading=2), 2), (RunProgress(actors=1), 0)):
+        handle.progress = progress
+        assert remote.RemoteCoordinator(handle).read().loading == loading
 
 
 def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
