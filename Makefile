@@ -127,7 +127,8 @@ soak: .venv/installed-dev
 # The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository; dense and orders
 # train for half an hour to two hours.
 evidence-e2e: .venv/installed
-	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
+	.venv/bin/skipdecode evaluate configs/demo.yaml --speedups 1,2,3,4,5 --set input.path=../shared/data/e2e/test.parquet \
+		--set sampling.max_new_tokens=72 --set adapt.references=references --set adapt.held_out=630 --set adapt.runs=3
 
 evidence-slots: .venv/installed-dev
 	@.venv/bin/python -m pipeline.advise.demo_data work/demo/prompts
@@ -136,7 +137,7 @@ evidence-slots: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/restaurant_slots.py $(foreach speed,1 2 3 4 5,work/demo/slots/$(speed)x)
 
 evidence-dense: work/evidence/dense-7/tune.json work/evidence/dense-5/tune.json
-	.venv/bin/skipdecode evaluate configs/evidence/evaluate-dense.yaml
+	.venv/bin/python tests/benchmarks/dense.py
 
 # A published model, adapted: quality against clock. The same command goes on where it was stopped; OPTIONS="--rows 16
 # --steps 4 --sample 24" tries it.
@@ -152,17 +153,8 @@ evidence-real-gemma: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py gemma-labels $(OPTIONS)
 	.venv/bin/python tests/benchmarks/real_evidence.py gemma-text $(OPTIONS)
 
-work/evidence/dense-5/tune.json: | work/evidence/new/dense-5
-work/evidence/dense-7/tune.json: | work/evidence/new/dense-7
-
-# models with random weights: data and options of configs/demo/new_model.py
-work/evidence/new/dense-5: NEW = ../shared/data/e2e/train.parquet --layers 5
-work/evidence/new/dense-7: NEW = ../shared/data/e2e/train.parquet --layers 7
-work/evidence/new/%: | .venv/installed-dev
-	.venv/bin/python configs/demo/new_model.py $@ $(NEW)
-
 work/evidence/%/tune.json: | .venv/installed-dev
-	.venv/bin/skipdecode tune configs/evidence/$*.yaml
+	.venv/bin/python configs/demo/train.py $*
 
 clean:
 	rm -rf .venv work

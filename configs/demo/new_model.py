@@ -1,4 +1,4 @@
-"""Make a checkpoint with random weights and a tokenizer trained on prompts and responses, to start `tune` from.
+"""Make a checkpoint with random weights and a tokenizer trained on prompts and responses, to start a training from.
 
 python configs/demo/new_model.py work/demo-new ../shared/data/e2e/train.parquet --layers 24 --seed 1
 """
@@ -51,6 +51,13 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, **si
     tokenizer.save_pretrained(folder)
 
 
+def make_model(folder: Path, data: Path, *, layers: int, vocab_size: int = 2048, seed: int = 1) -> None:
+    """Write a model with random weights and a tokenizer for the texts in `data`."""
+    columns = pq.read_table(data, columns=["prompt", "reference"]).to_pydict()
+    texts = [*sorted(set(columns["prompt"])), *(" ".join(text.split()) for text in columns["reference"])]
+    save_model(folder, train_tokenizer(texts, vocab_size), seed, num_hidden_layers=layers, **SIZES)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -59,10 +66,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    columns = pq.read_table(options.data, columns=["prompt", "reference"]).to_pydict()
-    texts = [*sorted(set(columns["prompt"])), *(" ".join(text.split()) for text in columns["reference"])]
-    tokenizer = train_tokenizer(texts, options.vocab_size)
-    save_model(options.folder, tokenizer, options.seed, num_hidden_layers=options.layers, **SIZES)
+    make_model(options.folder, options.data, layers=options.layers, vocab_size=options.vocab_size, seed=options.seed)
 
 
 if __name__ == "__main__":

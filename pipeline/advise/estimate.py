@@ -34,8 +34,7 @@ from pipeline.answer.stage import prompts
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
-from pipeline.config.evaluate import DEPTH_KEYS
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import DEPTH_KEYS, JobConfig, StorageConfig
 from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard

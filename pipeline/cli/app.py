@@ -17,7 +17,7 @@ import typer
 
 from pipeline.cli.command import command, echo
 from pipeline.cli.init import init
-from pipeline.cli.learn import adapt, evaluate, tune
+from pipeline.cli.learn import adapt, evaluate
 from pipeline.cli.report import report
 from pipeline.cli.run import plan, run, try_rows
 from pipeline.cli.serve import serve
@@ -101,7 +101,7 @@ def options(
     """Answer tables of prompts on Ray, with fewer layers for the later tokens of an answer (SkipDecode)."""
 
 
-for function in (demo, init, run, plan, adapt, tune, evaluate, report, serve, keys):
+for function in (demo, init, run, plan, adapt, evaluate, report, serve, keys):
     app.command()(function)
 app.command("try")(try_rows)
 

@@ -1,14 +1,13 @@
-"""Defines `skipdecode adapt`, `tune` and `evaluate`, which train a checkpoint for schedules and measure speeds."""
+"""Defines `skipdecode adapt` and `evaluate`, which train a checkpoint for schedules and measure speeds."""
 
 from __future__ import annotations
 
 import json
-import signal
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from actors.engine.errors import UserError
 from pipeline.cli.command import FAILED, Changes, JobFile, Verbose, command, echo, stop
 from pipeline.runtime.announce import announce_checks
 
@@ -51,48 +50,35 @@ def adapt(
             raise stop(FAILED, too_tight(adapted))
 
 
-def tune(
-    recipe: Annotated[Path, typer.Argument(metavar="TUNE.yaml", help="The training file.")],
-    changes: Changes = None,
-    verbose: Verbose = False,
-) -> None:
-    """Train a checkpoint for one or more schedules. To resume interrupted training, run the same command again."""
-    again = "the same command resumes from the last saved step"
-    with command(verbose, failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens") as advice:
-        from pipeline.config.tune import TuneConfig
-
-        config = advice.load(TuneConfig, recipe, changes)
-        announce_checks(f"reading {recipe} and its data")
-
-        from transformers.utils.logging import disable_progress_bar
-
-        from pipeline.learn.tune.run import tune as train
-
-        disable_progress_bar()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        folder = train(config)
-    echo(f"checkpoint: {folder}")
-
-
 def evaluate(
-    recipe: Annotated[Path, typer.Argument(metavar="EVAL.yaml", help="The evaluation file.")],
+    job: JobFile,
+    speedups: Annotated[
+        str, typer.Option(metavar="1,2,3", help="Nominal speed-ups; default: adapt.speedups, else the job's speed.")
+    ] = "",
     changes: Changes = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure time and quality at several speeds. Compare answers with references and with full depth's answers."""
+    """Measure time and quality of a job's rows at several speeds, against adapt.references or full depth's answers."""
     again = "no result is kept; the same command starts again from the beginning"
-    with command(verbose, interrupted=again, out_of_memory="lower max_batch") as advice:
-        from pipeline.config.evaluate import EvalConfig
+    with command(verbose, interrupted=again, out_of_memory="lower actors.max_batch") as advice:
+        from pipeline.config.job import JobConfig
 
-        config = advice.load(EvalConfig, recipe, changes)
-        announce_checks(f"reading {recipe} and its data")
+        config = advice.load(JobConfig, job, changes)
+        try:
+            asked = [float(speedup) for speedup in speedups.split(",") if speedup.strip()]
+        except ValueError:
+            raise UserError(f"--speedups {speedups}: must be numbers with commas between them, such as 1,2,3") from None
+        announce_checks(f"reading {job} and its data")
 
         from transformers.utils.logging import disable_progress_bar
 
-        from pipeline.learn.evaluate.results import print_tables
-        from pipeline.learn.evaluate.run import evaluate as measure
+        from pipeline.learn.evaluate import evaluate as measure
+        from pipeline.learn.score.lines import print_tables
         from pipeline.runtime.wide_console import wide_console
 
         disable_progress_bar()
-        print_tables(wide_console(), measure(config))
-        echo(f"tables and answers: {config.output}")
+        evaluation = measure(config, asked)
+        print_tables(wide_console(stderr=as_json), evaluation)
+        if as_json:
+            echo(json.dumps(evaluation.to_dict()))

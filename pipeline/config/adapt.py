@@ -1,4 +1,4 @@
-"""Defines the `adapt` section of job files: every key, its unit and its default. Only `skipdecode adapt` reads it."""
+"""Defines the `adapt` section of job files: every key, its unit and its default. `adapt` and `evaluate` read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
-from pipeline.config.base import Place, Section, place
+from pipeline.config.base import Place, Section
 
 Metric = Literal["fidelity", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # metrics for free text, not for labels
@@ -32,12 +32,96 @@ MEANINGS = {
     "rouge_l": "ROUGE-L of the answers against the references",
     "exact_match": "share of the answers that equal a reference of their row",
 }
-LOSS = {"references": 0.0, "distillation": 1.0}
+# defaults that depend on a key of another section
 LOSS_OF_RESPONSES = {"references": 1.0, "distillation": 0.5}
-# full weights need a smaller rate, because the model can do its task already; an adapter starts from zero
-LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
-# defaults for a few thousand rows
-TRAINING = {"epochs": 3.0, "batch_size": 16, "warmup_steps": 20, "eval_steps": 100, "save_steps": 100}
+RATE_OF_ALL_WEIGHTS = 1e-4  # the model can do its task already; an adapter starts from zero
+RANK = 32  # default rank of a speed adapter
+
+
+class LossConfig(Section):
+    """The training objective: a weighted sum of loss terms, summed over all response tokens."""
+
+    references: float = Field(
+        0.0, ge=0, description="weight of the cross-entropy loss on the responses; default with adapt.responses: 1"
+    )
+    distillation: float = Field(
+        1.0,
+        ge=0,
+        description="weight of the KL divergence from the teacher at full depth; default with adapt.responses: 0.5",
+    )
+    temperature: float = Field(1.0, gt=0, description="temperature of teacher and student in the KL divergence")
+    teacher: Place | None = Field(None, description="checkpoint with the same tokenizer; default: the start weights")
+    teacher_top_k: int = Field(64, ge=1, description="number of likeliest teacher tokens; all others count as one")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of probability to spread evenly over all tokens")
+
+    @model_validator(mode="after")
+    def _some(self) -> LossConfig:
+        if self.references == self.distillation == 0:
+            raise UserError("references and distillation are both 0: the loss has no terms; raise one")
+        if self.references == 0 and self.label_smoothing > 0:
+            raise UserError("label_smoothing has no effect while references is 0: leave label_smoothing out")
+        if self.teacher is not None and self.distillation == 0:
+            raise UserError("teacher has no effect while distillation is 0: raise distillation")
+        return self
+
+
+class AdapterConfig(Section):
+    """A speed adapter: low-rank weights beside the frozen model. One adapter is trained for all speeds above 1x."""
+
+    start: Place | None = Field(None, description="speed adapter to train further, with its rank, alpha and targets")
+    rank: int | None = Field(None, ge=1, description=f"rank of the low-rank matrices; default {RANK}")
+    alpha: int | None = Field(None, ge=1, description="adapter outputs are scaled by alpha / rank; default 2 × rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="ends of the names of linear layers that get an adapter, such as q_proj; default: all linear "
+        "layers inside decoder layers",
+    )
+
+    @model_validator(mode="after")
+    def _of_start(self) -> AdapterConfig:
+        given = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
+        if self.start is not None and given:
+            raise UserError(f"adapter.{given[0]} is set by adapter.start: leave it out")
+        return self
+
+
+class TrainingConfig(Section):
+    epochs: float = Field(3.0, gt=0, description="passes over the training pairs")
+    max_steps: int = Field(-1, description="number of optimizer steps; -1: as many as the epochs need")
+    batch_size: int = Field(16, ge=1, description="training pairs per optimizer step")
+    speeds_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="number of schedules drawn for each step, among those that run the same layers over prompts, which "
+        "they process together; default: all",
+    )
+    prompt_gradient: bool = Field(
+        True,
+        description="whether gradients flow through all prompt tokens; false: only through each prompt's last token",
+    )
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="maximum tokens to compute at once. Default on a CPU: as many as fit in 3 GiB of "
+        "activations; on a GPU: as many as fit in a quarter of its memory",
+    )
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
+    learning_rate: float = Field(
+        1e-3,
+        gt=0,
+        description="peak learning rate; it falls to zero along a cosine. Default with adapt.weights: full: 1e-4",
+    )
+    warmup_steps: int = Field(20, ge=0, description="optimizer steps over which the learning rate rises to its peak")
+    weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW, applied to matrices only")
+    seed: int = Field(0, ge=0, description="seed for initial weights, the order of pairs, and the drawn speeds")
+    eval_steps: int = Field(100, ge=1, description="steps between dev-set loss measurements, at most 1/10 of all steps")
+    save_steps: int = Field(100, ge=1, description="optimizer steps between two checkpoints to resume from")
+    early_stopping: int | None = Field(
+        None, ge=1, description="stop if the dev-set loss has not improved in this many measurements; default: never"
+    )
+    threads: int | None = Field(None, ge=1, description="torch threads; default: all cores")
 
 
 class AdaptConfig(Section):
@@ -81,25 +165,32 @@ class AdaptConfig(Section):
     max_tokens: int | None = Field(
         None, ge=4, description="maximum tokens of prompt and answer together in a training row; default: no limit"
     )
-    loss: dict[str, Any] = Field(
-        default_factory=dict,
-        description="keys as in section loss of training files; default: {distillation: 1}; with "
-        "responses: {references: 1, distillation: 0.5}",
-    )
+    loss: LossConfig = Field(default_factory=LossConfig)
     weights: Literal["adapter", "full"] = Field(
         "adapter",
         description="adapter: train a speed adapter; the job's checkpoint stays unchanged, and at 1x it runs without "
         "the adapter. full: train all weights, and write a new checkpoint",
     )
-    adapter: dict[str, Any] = Field(
-        default_factory=dict, description="keys as in section adapter of training files; default: {rank: 32}"
-    )
-    training: dict[str, Any] = Field(
-        default_factory=dict,
-        description="keys as in section training of training files; default: 3 epochs; 16 rows per step, each at all "
-        "speeds; learning rate 1e-3 (full weights: 1e-4); 20 warm-up steps; bf16 unless model.dtype is float32",
-    )
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
     runs: int = Field(2, ge=1, description="how often each speed of the tuned model is timed; the median is used")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_defaults(cls, values: Any) -> Any:
+        """Set the defaults of keys that depend on keys of other sections."""
+        if not isinstance(values, dict):
+            return values
+        implied: dict[str, dict[str, float]] = {}
+        if values.get("responses") is not None:
+            implied["loss"] = LOSS_OF_RESPONSES
+        if values.get("weights") == "full":
+            implied["training"] = {"learning_rate": RATE_OF_ALL_WEIGHTS}
+        for section, defaults in implied.items():
+            given = values.get(section) or {}
+            if isinstance(given, dict):
+                values = {**values, section: {**defaults, **given}}
+        return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> AdaptConfig:
@@ -107,12 +198,10 @@ class AdaptConfig(Section):
             raise UserError(f"rows = {self.rows} leaves no row to train on: raise it above held_out = {self.held_out}")
         if max(self.speedups) <= 1 or min(self.speedups) < 1:
             raise UserError("speedups must be at least 1, and one or more must be above 1")
-        if len(set(self.speedups)) < len(self.speedups):
-            raise UserError("speedups: a value is listed twice; remove one")
+        if len({f"{speedup:g}" for speedup in self.speedups}) < len(self.speedups):
+            raise UserError("speedups: two values are equal, to six digits; remove one")
         if self.metric in OF_REFERENCES and self.references is None:
             raise UserError(f"metric: {self.metric} needs references: set this key to a column of right answers")
-        if self.adapter and self.weights == "full":
+        if self.adapter != AdapterConfig() and self.weights == "full":
             raise UserError("adapter has no effect with weights: full; leave one of them out")
-        if isinstance(start := self.adapter.get("start"), str):
-            self.adapter["start"] = place(start)
         return self

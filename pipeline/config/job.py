@@ -17,6 +17,7 @@ from pipeline.config.input import InputConfig, one_or_many
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 OutputFormat = Literal["parquet", "jsonl", "openai_batch"]
+DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")  # keys of `schedule` that set depths
 RESULT_NAMES = ("answers", "results", "errors")  # names, without suffix, of the files that output.format adds
 
 

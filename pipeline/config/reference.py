@@ -11,15 +11,11 @@ from pydantic.fields import FieldInfo
 
 from actors.engine.errors import UserError, nearest
 from pipeline.config.base import Section, section_of
-from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig
 from pipeline.config.serve import ServeConfig
-from pipeline.config.tune import TuneConfig
 
 FILES: dict[str, type[Section]] = {
-    "Job files: `run`, `try`, `plan`, `adapt`, `report`": JobConfig,
-    "Training files: `tune`": TuneConfig,
-    "Evaluation files: `evaluate`": EvalConfig,
+    "Job files: `run`, `try`, `plan`, `adapt`, `evaluate`, `report`": JobConfig,
     "Serving files: `serve`": ServeConfig,
 }
 WORDS = {  # name of a type -> the words that describe it

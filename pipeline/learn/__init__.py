@@ -1,1 +1,1 @@
-"""Train a checkpoint to skip layers (tune), measure it at each speed (evaluate), do both on a job's rows (adapt)."""
+"""Train checkpoints along the inference path, score speeds, and adapt a checkpoint to the rows of a job."""

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/gpu_adapt.py --shape llama-3-8b --steps 50 --out work/gpu/adapt.json
 
-A speed adapter for 2x and 3x, by `skipdecode tune` with the recipe of `adapt`. The training is killed as soon as it has
-saved a step, and the same command goes on. Result: seconds, tokens a second, peak memory, the step where it went on.
+A speed adapter for 2x and 3x, with the settings of `adapt`. The training is killed as soon as it has saved a step, and
+the same command goes on. Result: seconds, tokens a second, peak memory, the step where it went on.
 """
 
 from __future__ import annotations
@@ -21,49 +21,48 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-import yaml
 from shapes import DEMO, write
 
-from pipeline.config.adapt import LOSS, TRAINING
+from actors.engine.model.loading import inspect
+from actors.engine.model.tokenizer import load_tokenizer
+from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.config.adapt import AdapterConfig, LossConfig, TrainingConfig
+from pipeline.learn.speeds import variants
+from pipeline.learn.train.recipe import Recipe
+from pipeline.learn.train.run import train
 
 WORDS = ("the", "Eagle", "is", "a", "cheap", "pub", "near", "river", "food", "French", "good", "city", "centre", "area")
 PAIRS, DEV, SAVE = 256, 16, 10  # pairs, pairs of the dev set, steps between saved steps
 
 
 def prepare(given: argparse.Namespace, folder: Path) -> None:
-    """Write the checkpoint, the pairs and the recipe."""
+    """Write the checkpoint."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         write(given.shape, folder / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / "model")
-    chance = random.Random(0)
-    for name, count in (("train", PAIRS), ("dev", DEV)):
-        pairs = [[" ".join(chance.choices(WORDS, k=given.words)) for _ in range(2)] for _ in range(count)]
-        prompts, responses = zip(*pairs, strict=True)
-        pq.write_table(pa.table({"prompt": prompts, "response": responses}), folder / f"{name}.parquet")
-    recipe = {
-        "model": {"path": str(folder / "model")},
-        "data": {
-            **{name: str(folder / f"{name}.parquet") for name in ("train", "dev")},
-            **{"train_reference": "response", "dev_reference": "response", "dev_rows": DEV, "max_tokens": 2048},
-        },
-        "output": str(folder / "adapter"),
-        "schedule": {"speedups": [2, 3], "prompt": "first"},
-        "loss": LOSS,
-        "adapter": {"rank": 16},
-        "training": {**TRAINING, "max_steps": given.steps, "save_steps": SAVE, "eval_steps": given.steps},
-    }
-    (folder / "tune.yaml").write_text(yaml.safe_dump(recipe))
 
 
-def train(folder: Path, until: Path | None) -> tuple[int | None, int]:
+def train_here(given: argparse.Namespace, folder: Path) -> None:
+    """Train in this process."""
+    tokenizer, chance = load_tokenizer(folder / "model"), random.Random(0)
+    pairs = []
+    for _ in range(PAIRS + DEV):
+        prompt, response = (tokenizer(" ".join(chance.choices(WORDS, k=given.words)))["input_ids"] for _ in range(2))
+        pairs.append({"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)})
+    spec, layers = ScheduleSpec(speedup=3.0, horizon=given.words, prompt="first"), inspect(folder / "model").num_layers
+    schedules = {one.name: one.spec.build(layers) for one in variants(spec, [2, 3])}
+    settings = TrainingConfig(max_steps=given.steps, save_steps=SAVE, eval_steps=given.steps)
+    recipe = Recipe(spec, schedules, LossConfig(), settings, AdapterConfig(rank=16))
+    train(folder / "model", recipe, pairs[DEV:], pairs[:DEV], folder / "adapter")
+
+
+def run(folder: Path, until: Path | None) -> tuple[int | None, int]:
     """Run the training; kill it once the file `until` exists. Return its exit status and the peak of bytes used."""
     peak, process_env = 0, {**os.environ, "NO_COLOR": "1"}
     with (folder / "log").open("a") as log:
-        command = [sys.executable, "-m", "pipeline", "tune", str(folder / "tune.yaml")]
+        command = [sys.executable, *sys.argv, "--train"]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=process_env, start_new_session=True)
         while process.poll() is None:
             peak = max(peak, used_bytes(process.pid))
@@ -90,19 +89,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--words", type=int, default=128, help="of a prompt, and of a response")
     parser.add_argument("--out", type=Path, default=Path("work/gpu/adapt.json"))
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     folder = given.out.with_suffix("")
+    if given.train:
+        train_here(given, folder)
+        return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     prepare(given, folder)
-    killed, first_peak = train(folder, folder / "adapter" / "_training" / "state.pt")
+    killed, first_peak = run(folder, folder / "adapter" / "_training" / "state.pt")
     began = time.perf_counter()
-    status, peak = train(folder, None)
+    status, peak = run(folder, None)
     if status or killed != -signal.SIGKILL:
         sys.exit(f"exit statuses {killed} and {status}:\n" + (folder / "log").read_text()[-3000:])
     record: dict[str, Any] = json.loads((folder / "adapter" / "tune.json").read_text())
     steps = record["steps"] - record["resumed_at_step"]
-    tokens = steps * record["config"]["training"]["batch_size"] * 2 * given.words  # a word has about one token
+    tokens = steps * record["training"]["batch_size"] * 2 * given.words  # a word has about one token
     result = {
         "command": ["python", *sys.argv],
         "seconds": time.perf_counter() - began,

@@ -35,10 +35,10 @@ from pipeline.advise.demo_data import OPTIONAL_SLOTS
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
-from pipeline.learn.adapt.rows import prompt_ids
-from pipeline.learn.evaluate.metrics import rouge_l_statistics
+from pipeline.learn.rows import prompt_ids
+from pipeline.learn.score.metrics import rouge_l_statistics
 from pipeline.prepare.prompt_spec import prompt_spec
-from pipeline.storage.owned_folder import replacing
+from pipeline.storage.local_output import replacing
 
 DATA, WORK, JOBS = Path("../shared/data"), Path("work/real"), Path("configs/real")
 TWEETS = Path("work/tweeteval/datasets/emotion")

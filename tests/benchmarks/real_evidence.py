@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/benchmarks/real_evidence.py NAME [--rows N] [--steps N] [--sample N]
 
-NAME: text, labels, groups, summaries, gemma-text or gemma-labels. Steps, each skipped if its result is there, so that
-the same command goes on where it was stopped: model, prompts, speed adapter, a model of half the layers healed on the
-same answers (not of Gemma), evaluations, table and chart in work/real/<name>. A speed adapter in
+NAME: text, labels, groups, emotion, summaries, gemma-text or gemma-labels. Steps: model, prompts, speed adapter, a
+model of half the layers healed on the same answers (not of Gemma), scores, table and chart in work/real/<name>. Each
+is skipped if its result is there, so that the same command goes on where it was stopped. A speed adapter in
 configs/real/<name>-adapter takes the place of the trained one. With --rows, --steps and --sample: a few rows to
 score, training steps and answers to learn from, to try the commands.
 """
@@ -30,12 +30,22 @@ from real_model import ADAPTER, make_model, values_stated
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.answers import Prompt
 from actors.engine.model.families import family_of
 from actors.engine.model.loading import inspect, with_adapter
-from pipeline.config.evaluate import EvalConfig
+from actors.engine.model.tokenizer import load_tokenizer
+from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.adapt import AdapterConfig, LossConfig, TrainingConfig
+from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
-from pipeline.learn.evaluate.metrics import SAMPLES, SEED, Array, interval, resampled_sums
-from pipeline.learn.evaluate.results import answers_file, clock_ratio
+from pipeline.learn.adapt.pairs import read_pairs, training_pairs
+from pipeline.learn.score.lines import Evaluation, clock_ratio
+from pipeline.learn.score.metrics import SAMPLES, SEED, Array, interval, resampled_sums
+from pipeline.learn.score.run import score
+from pipeline.learn.speeds import variants
+from pipeline.learn.train.recipe import Recipe
+from pipeline.learn.train.run import train
 
 DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large
@@ -50,16 +60,54 @@ FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
     "labels": [("labels-further.yaml", "adapt-further", [])],
     "summaries": [("summaries.yaml", "adapt-again", ["adapt.training.max_steps=170", "adapt.training.seed=1"])],
 }
-# jobs whose last training (configs/real/<name>-best.yaml) learns from the best of several drawn answers: file, changes
+# jobs whose last training learns from the best of several drawn answers: file, changes
 DRAWN = {
     "text": ("text-own.yaml", [BOTH, "sampling.n=8", "output.keep=[prompt]"]),
     "summaries": ("summaries.yaml", ["sampling.n=4", "output.keep=[prompt, reference]"]),
+}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The training on the chosen answers, from the adapter of the training before."""
+
+    schedule: dict[str, Any]
+    speedups: tuple[float, ...]
+    training: dict[str, Any]
+    dev_rows: int
+
+
+BEST = {
+    "text": Best(
+        {"horizon": 33},
+        (1.5, 2, 3),
+        {"epochs": 2, "learning_rate": 0.0005, "warmup_steps": 10, "eval_steps": 70, "save_steps": 50},
+        60,
+    ),
+    "summaries": Best(
+        {"decay": "constant"},
+        (1.5, 2),
+        {"epochs": 1, "learning_rate": 0.0007, "warmup_steps": 5, "eval_steps": 50, "save_steps": 30},
+        48,
+    ),
+}
+ONE_SPEED = {"batch_size": 16, "speeds_per_step": 1}
+HEALING = {**ONE_SPEED, "epochs": 1, "learning_rate": 0.0002, "warmup_steps": 20, "eval_steps": 100, "save_steps": 50}
+MOST = 2048  # tokens of a pair that is trained on
+SPEEDS = {  # speeds and rows to score
+    "text": ((1, 1.5, 2, 3), 300),
+    "labels": ((1, 1.5, 2, 3), 1500),
+    "groups": ((1, 1.5, 2, 3), 500),
+    "summaries": ((1, 1.5, 2), 100),
+    "gemma-text": ((1, 2, 3), 300),
+    "gemma-labels": ((1, 2, 3), 500),
+    "emotion": ((1, 2, 3), 374),
 }
 GEMMA = ("gemma-text", "gemma-labels")  # jobs of the second model, whose weights and adapters are never committed
 TEXTS = ("text", "gemma-text")
 METRICS = {
     **dict.fromkeys(TEXTS, "bleu"),
-    **dict.fromkeys(("labels", "groups", "gemma-labels"), "exact_match"),
+    **dict.fromkeys(("labels", "groups", "emotion", "gemma-labels"), "exact_match"),
     "summaries": "rouge_l",
 }
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
@@ -79,26 +127,55 @@ def main() -> None:
     make_model("gemma3-270m" if name in GEMMA else "smollm2")
     if not (folder / "test.parquet").is_file() and not write_rows(name):
         return  # skipped, with the reason printed
-    steps = [] if arguments.steps is None else [f"training.max_steps={arguments.steps}"]
-    adapter = speed_adapter(name, [f"adapt.{step}" for step in steps], arguments.sample)
-    dense = None if name in GEMMA else dense_model(name, adapter, steps)
-    few = UNADAPTED_ROWS if arguments.rows is None else min(arguments.rows, UNADAPTED_ROWS)
-    rows = [] if arguments.rows is None else [f"data.limit={arguments.rows}"]
-    baselines = [] if dense is None else [f"baselines={json.dumps({f'{DENSE_LAYERS} layers, healed': str(dense)})}"]
-    unadapted = {
-        kind: [f"schedule.{key}={value}" for key, value in unadapted_schedule(kind, adapter).items()]
-        for kind in ("measured", "paper")
-    }
-    lines = {
-        "adapted": [f"model.speed_adapter={adapter}", *baselines, *rows],
-        "measured": [*unadapted["measured"], f"data.limit={few}"],
-        "paper": ["schedule.keep_order=paper", *unadapted["paper"], f"data.limit={few}"],
-    }
-    for line, changes in lines.items():
-        output = folder / f"evaluate-{line}"
-        if not (output / "table.json").is_file():
-            command("evaluate", f"{JOBS}/evaluate-{name}.yaml", f"output={output}", *changes)
+    steps = [] if arguments.steps is None else [f"adapt.training.max_steps={arguments.steps}"]
+    adapter = speed_adapter(name, steps, arguments.sample)
+    dense = None if name in GEMMA else dense_model(name, adapter, arguments.steps)
+    rows = arguments.rows or SPEEDS[name][1]
+    few, others = min(rows, UNADAPTED_ROWS), {} if dense is None else {f"{DENSE_LAYERS} layers, healed": dense}
+    lines = {"adapted": (rows, others), "measured": (few, {}), "paper": (few, {})}
+    for kind, (count, models) in lines.items():
+        if not (folder / f"evaluate-{kind}" / "table.json").is_file():
+            write_lines(name, kind, adapter, count, models)
     write_table(name, adapter, list(lines))
+
+
+def scoring_job(name: str, kind: str, adapter: Path) -> JobConfig:
+    """The job `name` with the adapter, or without it and with a part of its schedule."""
+    own = {"keep_order": "paper", **unadapted_schedule(kind, adapter)}
+    changes = [f"schedule.{key}={json.dumps(value)}" for key, value in own.items()]
+    if kind == "adapted":
+        changes = [f"model.speed_adapter={adapter}"]
+    return load_config(JobConfig, JOBS / f"{name}.yaml", ["schedule={}", "actors.threads=2", *changes])
+
+
+def write_lines(name: str, kind: str, adapter: Path, count: int, others: Mapping[str, Path]) -> None:
+    """Score the first `count` rows at every speed; write lines and answers into work/real/<name>/evaluate-<kind>."""
+    job, folder = scoring_job(name, kind, adapter), WORK / name / f"evaluate-{kind}"
+    rows = pq.read_table(WORK / name / "test.parquet").to_pylist()[:count]
+    model = resolve_checkpoint(job.model, job.storage)
+    spec = (model.checkpoint.spec or ScheduleSpec()).overridden(job.schedule.changes())
+    prompts = [Prompt(row["prompt"], name, number) for number, row in enumerate(rows)]
+    references = [row["references"] for row in rows]
+    found = score(job, model, variants(spec, SPEEDS[name][0]), prompts, references, others=others)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {line: [answer.generated_text or "" for answer in each] for line, each in found.answers.items()}
+    lengths = {
+        line: [(len(row["prompt"]), answer.generated_tokens) for row, answer in zip(rows, each, strict=True)]
+        for line, each in found.answers.items()
+    }
+    (folder / "answers.json").write_text(json.dumps({"texts": texts, "lengths": lengths}))
+    (folder / "table.json").write_text(json.dumps(_flat(found), indent=2) + "\n")
+
+
+def _flat(found: Evaluation) -> list[dict[str, Any]]:
+    """The lines as rows of a table: each metric with its loss and interval in columns of their own."""
+    table = []
+    for line in found.to_dict()["lines"]:
+        scores = line.pop("scores")
+        values = {f"{metric}_{key}": value for metric, one in scores.items() for key, value in one.items()}
+        values |= {metric: one["value"] for metric, one in scores.items()}
+        table.append({**line, "rows": found.rows, "batch": found.batch, **values})
+    return table
 
 
 def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
@@ -111,7 +188,7 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
         if trained.name:
             given += [f"adapt.output={folder}", f"adapt.adapter.start={trained}"]
         trained = folder / "speed-adapter"
-        if not (folder / "after" / "table.json").is_file():
+        if not (folder / "after.parquet").is_file():
             if sample is not None:
                 given += [f"adapt.rows={sample}", f"adapt.held_out={max(2, sample // 5)}"]
             command("adapt", f"{JOBS}/{config}", *given, result=trained / "skipdecode.json")
@@ -122,11 +199,38 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
             drawn = ["sampling.temperature=0.7", "sampling.seed=1", f"output.path={WORK / name / 'sampled'}"]
             command("run", f"{JOBS}/{file}", *own, *drawn)
             choose_best(name)
-            command("tune", f"{JOBS}/{name}-best.yaml", *(one.removeprefix("adapt.") for one in changes))
+            steps = next((int(one.rpartition("=")[2]) for one in changes), None)
+            train_on_best(name, FURTHER[name][-1][1], steps)
     return trained
 
 
-def dense_model(name: str, adapter: Path, steps: list[str]) -> Path | None:
+def train_on_best(name: str, before: str, steps: int | None) -> None:
+    """Train the adapter in work/real/<name>/<before>/speed-adapter further, on the chosen answers."""
+    best, tokenizer, start = BEST[name], load_tokenizer(MODEL), WORK / name / before / "speed-adapter"
+    files = []
+    for file in ("train", "held-out"):
+        rows = pq.read_table(WORK / name / "best" / f"{file}.parquet").to_pylist()
+        for row in rows:
+            row["response"] = tokenizer(row["response"].strip(), add_special_tokens=False)["input_ids"]
+        files.append(training_pairs(rows, tokenizer.eos_token_id, MOST))
+    pairs, held_out = files
+    count = min(best.dev_rows, len(held_out))
+    dev = [held_out[row * len(held_out) // count] for row in range(count)]
+    found = with_adapter(inspect(MODEL), start)
+    assert found.spec is not None
+    spec = found.spec.overridden({**best.schedule, "speedup": float(best.speedups[-1])})
+    schedules = {one.name: one.spec.build(found.num_layers) for one in variants(spec, best.speedups)}
+    settings = {**ONE_SPEED, "micro_batch_tokens": 2600, "threads": 1, **best.training} | _steps(steps)
+    loss, adapter = LossConfig(references=1.0, distillation=0.5), AdapterConfig(start=str(start))
+    recipe = Recipe(spec, schedules, loss, TrainingConfig.model_validate(settings), adapter)
+    train(MODEL, recipe, pairs, dev, WORK / name / "best" / "speed-adapter")
+
+
+def _steps(steps: int | None) -> dict[str, int]:
+    return {} if steps is None else {"max_steps": steps}
+
+
+def dense_model(name: str, adapter: Path, steps: int | None) -> Path | None:
     """The model of the layers needed most, healed on the answers that the adapter was trained on; None without them."""
     folder = WORK / name
     pruned, healed, pairs = folder / "pruned", folder / "healed", folder / "adapt"
@@ -137,14 +241,13 @@ def dense_model(name: str, adapter: Path, steps: list[str]) -> Path | None:
         order = with_adapter(inspect(MODEL), adapter).schedule({"speedup": 1.0}).keep_order
         prune(MODEL, pruned, order[:DENSE_LAYERS])
     if not (healed / "config.json").is_file():
-        paths = {
-            "model.path": pruned,
-            "data.train": pairs / "train.parquet",
-            "data.dev": pairs / "held-out.parquet",
-            "output": healed,
-        }
+        end = load_tokenizer(MODEL).eos_token_id
+        rows, dev = (training_pairs(read_pairs(pairs, f"{one}.parquet"), end, MOST) for one in ("train", "held-out"))
+        spec = ScheduleSpec(speedup=1.0, horizon=2)
+        schedules = {one.name: one.spec.build(DENSE_LAYERS) for one in variants(spec, [1])}
+        settings, loss = TrainingConfig.model_validate({**HEALING, **_steps(steps)}), LossConfig(teacher=str(MODEL))
         began = time.time()
-        command("tune", f"{JOBS}/heal.yaml", *(f"{key}={path}" for key, path in paths.items()), *steps)
+        train(pruned, Recipe(spec, schedules, loss, settings), rows, dev, healed)
         (folder / "healing.json").write_text(json.dumps({"seconds": time.time() - began}) + "\n")
     return healed
 
@@ -221,8 +324,8 @@ class Row:
 
 def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
     """Write table and chart of the job `name` from its evaluations `lines`, and print the table."""
-    config = load_config(EvalConfig, JOBS / f"evaluate-{name}.yaml", [])
-    torch.set_num_threads(config.threads or torch.get_num_threads())
+    config = scoring_job(name, "adapted", adapter)
+    torch.set_num_threads(config.actors.threads or torch.get_num_threads())
     print("measuring the machine's ceilings", flush=True)
     ceilings = measure(getattr(torch, config.model.dtype))
     rows: list[Row] = []
@@ -236,22 +339,20 @@ def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
     print(f"{text}\n{folder / 'table.md'}")
 
 
-def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Ceilings, again: bool) -> list[Row]:
+def _rows(name: str, kind: str, config: JobConfig, adapter: Path, ceilings: Ceilings, again: bool) -> list[Row]:
     """The lines of one evaluation; again: 1x, the same in all, is left out."""
     folder = WORK / name / f"evaluate-{kind}"
     base = inspect(config.model.path)
     checkpoint = with_adapter(base, adapter) if kind == "adapted" else base
     shape, item = Shape.of(base.config), getattr(torch, config.model.dtype).itemsize
-    rows = []
+    rows, answers = list[Row](), json.loads((folder / "answers.json").read_text())
     for values in json.loads((folder / "table.json").read_text()):
-        answers = pq.read_table(folder / answers_file(values["name"])).to_pylist()
-        prompts = [json.loads(one) if isinstance(one := answer["prompt"], str) else one for answer in answers]
-        lengths = [(len(ids), one["generated_tokens"]) for ids, one in zip(prompts, answers, strict=True)]
+        lengths = answers["lengths"][values["name"]]
         work = None
         if values["nominal"] is not None:
             schedule = checkpoint.schedule({"speedup": values["nominal"]} | unadapted_schedule(kind, adapter))
             work = least(lengths, schedule, shape, ceilings, item, values["batch"])
-        stated = _stated(name, [answer["answer"] or "" for answer in answers])
+        stated = _stated(name, answers["texts"][values["name"]])
         full = rows[0] if rows else None  # evaluate's first line is 1x
         rows.append(Row(kind if values["nominal"] is not None else "dense", values, work, stated, full))
     return rows[1:] if again else rows

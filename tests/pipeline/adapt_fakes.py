@@ -1,4 +1,4 @@
-"""What tests of `skipdecode adapt` share: inputs, a job, and stand-ins for the pipeline, tune and evaluate."""
+"""What tests of `skipdecode adapt` share: inputs, a job, and stand-ins for the pipeline, training and scoring."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 from click.testing import Result
 
 from pipeline.config.job import JobConfig
-from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
-from pipeline.learn.evaluate.results import Line, Score
+from pipeline.learn.adapt.task import Task
+from pipeline.learn.score.lines import Line, Score
+from pipeline.learn.train.recipe import Recipe
 from pipeline.runtime.signals import Interrupted
 
 ROWS = 30
@@ -56,7 +57,7 @@ def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) ->
 
 
 class Fakes:
-    """Stands in for the pipeline, tune and evaluate. Row r of the sample: r % 5 tokens of answer, of every fourth
+    """Stands in for the pipeline, training and scoring. Row r of the sample: r % 5 tokens of answer, of every fourth
     one cut off; `fail` names a stage that is interrupted."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -65,11 +66,12 @@ class Fakes:
         self.deadly: int | None = None  # row of the sample whose process died
         self.prompt_seconds = 0.0  # of ten
         self.harmed: list[str] = []
+        self.recipe: Recipe
         self.chance: dict[str, dict[str, float]] = {}
         self.losses: dict[float, float] = {1.0: 0.0, 2.0: 3.0, 3.0: 8.0}
         patch.setattr(adaptation.jobs, "run", self.run)
         patch.setattr(adaptation, "_tune", self.tune)
-        patch.setattr(adaptation, "_evaluate", self.evaluate)
+        patch.setattr(adaptation, "_score", self.score)
 
     def note(self, stage: str) -> None:
         self.calls.append(stage)
@@ -104,34 +106,37 @@ class Fakes:
         totals = SimpleNamespace(**seconds, **ended, prompt_tokens=900, generated_tokens=60, warnings=[])
         return SimpleNamespace(manifest=SimpleNamespace(batching=batching), totals=totals)
 
-    def tune(self, task: Any, longest: int, prompts: list[str]) -> dict[str, Any]:
+    def tune(self, task: Task, prompt_share: float) -> dict[str, Any]:
         self.note("tune")
-        self.longest = longest
         if self.error is not None:
             raise self.error
-        self.recipe = configs.tune_config(task, str(task.resolved.source), longest, prompts)
+        variants = task.variants(task.planned_spec, prompt_share)
+        self.recipe = task.recipe(variants[0].spec, task.schedules(variants))
         task.trained.mkdir(exist_ok=True)
         (task.trained / "tune.json").write_text("{}")
         return {"harmed": self.harmed}
 
-    def evaluate(self, task: Any, prompts: list[str], *, tuned: bool, actors: dict[str, int]) -> dict[str, Any]:
+    def score(self, task: Task, prompt_share: float, *, tuned: bool) -> dict[str, Any]:
+        """Skipping in the prompt takes half the time and loses half a point more; so does a uniform schedule again."""
         self.note("after" if tuned else "before")
-        self.actors = actors
-        whole = tuned and task.options.weights == "full"
-        lines = [self.line(None, 0.0, 0.1)] if whole else []
-        for prompt in prompts:  # skipping in the prompt takes half the time and loses half a point more
-            for nominal, loss in self.losses.items():
-                further = 0.5 * (prompt == "first")
-                seconds = (0.1 - further / 10) / nominal
-                lines.append(self.line(nominal, loss + further + 40 * (not tuned), seconds, prompt))
-        return {"lines": lines, "chance": self.chance}
+        self.actors = task.config.actors
+        lines = [self.line("reference model", None, 0.0, 0.1)] if tuned and task.options.weights == "full" else []
+        for variant in task.variants(task.planned_spec, prompt_share):
+            further = 0.5 * (variant.spec.prompt == "first") + 0.5 * variant.is_uniform
+            loss = self.losses[variant.nominal or 1.0] + further + 40 * (not tuned)
+            seconds = (0.1 - further / 20) / (variant.nominal or 1.0)
+            lines.append(
+                self.line(variant.name, variant.nominal, loss, seconds, variant.spec.prompt, variant.is_uniform)
+            )
+        return {"lines": lines, "chance": self.chance, "engine": "builtin"}
 
     @staticmethod
-    def line(nominal: float | None, loss: float, seconds: float, prompt: str = "full") -> dict[str, Any]:
+    def line(
+        name: str, nominal: float | None, loss: float, seconds: float, prompt: str = "full", uniform: bool = False
+    ) -> dict[str, Any]:
         names = ("fidelity", "agreement_exact", "exact_match", "rouge_l", "bleu", "token_kl")
         scores = dict.fromkeys(names, Score(100 - loss, loss, loss + 1))
-        name = f"{nominal:g}x" + " prompt=first" * (prompt == "first") if nominal else "reference model"
-        return asdict(Line(name, nominal, prompt, nominal, seconds, scores))
+        return asdict(Line(name, nominal, prompt, nominal, seconds, scores, uniform=uniform))
 
 
 Run = Callable[..., Result]

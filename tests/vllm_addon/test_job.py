@@ -31,9 +31,10 @@ from actors.vllm.engine import VllmEngine
 from pipeline.advise.timing import time_speeds
 from pipeline.answer.coordinator import Coordinator
 from pipeline.config.job import JobConfig
-from pipeline.learn.adapt import configs
 from pipeline.learn.adapt import run as adaptation
+from pipeline.learn.adapt.pairs import read_pairs
 from pipeline.learn.adapt.plan import plan_adaptation
+from pipeline.learn.adapt.task import HELD_OUT, TRAIN
 from pipeline.plan.batching import with_engine
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +173,7 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
         task, _ = plan_adaptation(config, "job.yaml")
         task.folder.mkdir()
         adaptation._answer(task, adaptation._sample(task)["held_out"], False)
-        found[engine] = [pq.read_table(task.folder / name).to_pylist() for name in (configs.TRAIN, configs.HELD_OUT)]
+        found[engine] = [read_pairs(task.folder, name) for name in (TRAIN, HELD_OUT)]
     assert found["vllm"] == found["builtin"]
     assert len(found["vllm"][1]) == 4
 

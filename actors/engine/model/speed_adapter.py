@@ -63,9 +63,7 @@ def read_adapter(path: Path) -> SpeedAdapter:
     """
     for name in FILES:
         if not (path / name).is_file():
-            raise UserError(
-                f"{path}: not a speed adapter: no {name}; `skipdecode adapt` or `skipdecode tune` creates an adapter"
-            )
+            raise UserError(f"{path}: not a speed adapter: no {name}; `skipdecode adapt` creates an adapter")
     record, settings = read_object(path / RECORD), read_object(path / CONFIG)
     if record.keys() != {"base", "weights"}:
         raise UserError(f"{path / RECORD}: holds {', '.join(sorted(record)) or 'nothing'} instead of base and weights")

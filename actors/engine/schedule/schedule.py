@@ -170,7 +170,7 @@ class ScheduleSpec:
     warmup: int = field(default=1, metadata={"text": "number of lowest layers that always run"})
     keep_order: KeepOrder | tuple[int, ...] = field(
         default="paper",
-        metadata={"text": "order of layers, the most needed first; measured: adapt, tune and evaluate measure it"},
+        metadata={"text": "order of layers, the most needed first; measured: adapt measures it"},
     )
     prompt: PromptPolicy = field(
         default="full",

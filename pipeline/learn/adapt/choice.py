@@ -13,13 +13,11 @@ from actors.engine.model.loading import memory_needed
 from actors.engine.model.weights import gib
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.config.job import JobConfig
-from pipeline.learn.adapt import configs
-from pipeline.learn.adapt.configs import Task
-from pipeline.learn.evaluate.results import Line, Scores, uselessness
+from pipeline.learn.adapt.task import Task
 from pipeline.learn.keep_order import CANDIDATES
 from pipeline.learn.keep_order import ROWS as ORDER_ROWS
-from pipeline.learn.tune.plan import training_steps
-from pipeline.learn.tune.train import gpu_bytes
+from pipeline.learn.score.lines import Line, Scores, uselessness
+from pipeline.learn.train.run import gpu_bytes
 from pipeline.messages import counted, duration
 from pipeline.run.ray_session import on_cluster
 
@@ -129,21 +127,27 @@ class RowCost:
         """Seconds of prefill and decode steps together."""
         return self.prefill_seconds + self.decode_seconds
 
+    @property
+    def prompt_share(self) -> float:
+        """Share of the time that is spent on prompts."""
+        return self.prefill_seconds / self.seconds if self.seconds else 0.0
+
 
 def stage_seconds(task: Task, row: RowCost) -> tuple[int, dict[str, float]]:
     """Estimate the number of training steps, and the seconds of each stage after `sample`, from the cost of a row."""
-    options, recipe = task.options, configs.tune_config(task, ".", 4, ["full"]).training
+    options, recipe = task.options, task.options.training
     drawn = min(options.rows, task.rows)
     trained = max(drawn - options.held_out, 1)
-    steps = training_steps(recipe, trained)
+    steps = task.recipe(task.planned_spec, {}).steps(trained)
     shares = [1 / speed for speed in options.speedups]
     # × 2: with frozen weights, a backward pass costs as much as a forward pass; the teacher runs once for each row
     tokens = steps * recipe.batch_size * 2 * (row.prompt + row.answer * sum(shares))
     tokens += trained * (row.prompt + row.answer)
     # each of about L steps drops one layer. On average, L/2 layers are left, and a pass runs half of them, L/4
-    if task.shape["keep_order"] == MEASURED:
+    if task.spec.keep_order == MEASURED:
         tokens += ORDER_ROWS * (row.prompt + row.answer * CANDIDATES * task.resolved.checkpoint.num_layers / 4)
-    evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in [1.0, *shares])
+    scored = [1 / (variant.nominal or 1) for variant in task.variants(task.planned_spec, row.prompt_share)]
+    evaluated = options.held_out * sum(row.prefill_seconds + row.decode_seconds * share for share in scored)
     return steps, {
         "answers": (drawn if options.responses is None else options.held_out) * row.seconds,
         "tune": tokens * row.prefill_seconds / max(row.prompt, 1.0),
@@ -159,19 +163,18 @@ def speed_accounts(task: Task, row: RowCost, cost: float, parameters: int) -> di
     share of the weights that a decode step reads. parameters: number of the model's parameters.
     """
     checkpoint, answers = task.resolved.checkpoint, task.config.sampling.n
-    shape = {"horizon": max(2, round(row.answer)), **task.shape}
-    if shape["keep_order"] == MEASURED:
-        shape["keep_order"] = "paper"  # the order does not change how many layers run
-    first = "first" in task.prompt_policies(row.prefill_seconds / row.seconds if row.seconds else 0.0)
+    spec = task.planned_spec.overridden({"horizon": task.spec.horizon or max(2, round(row.answer))})
+    tried = [variant for variant in task.variants(spec, row.prompt_share) if variant.nominal != 1]
     head = _head_share(task, parameters)
-    found = {}
-    for speed in sorted(speed for speed in task.options.speedups if speed > 1):
-        schedule = checkpoint.schedule({**shape, "speedup": speed})
+    full, found = row.prefill_seconds + answers * row.decode_seconds, dict[float, BreakEven]()
+    for variant in tried:  # of each speed, the fastest schedule
+        schedule = variant.spec.build(checkpoint.num_layers)
         layers = (schedule.mean_depth(round(row.answer)) or schedule.num_layers) / schedule.num_layers
-        prompt = schedule.depths[0] / schedule.num_layers if first else 1.0
+        prompt = len(schedule.prompt_layers) / schedule.num_layers
         fast = row.prefill_seconds * prompt + answers * row.decode_seconds * (head + (1 - head) * layers)
-        full = row.prefill_seconds + answers * row.decode_seconds
-        found[speed] = BreakEven(cost, full, fast, task.rows, working_actors(task.config))
+        assert variant.nominal is not None
+        account = BreakEven(cost, full, fast, task.rows, working_actors(task.config))
+        found[variant.nominal] = min(found.get(variant.nominal, account), account, key=lambda one: one.fast)
     return found
 
 
@@ -197,9 +200,10 @@ def announcement(task: Task, row: RowCost, done: Collection[str]) -> str:
     checkpoint = task.resolved.checkpoint
     parameters = memory_needed(checkpoint, "float32", 0, task.resolved.tensors(), on_gpu=True).parameters
     if torch.cuda.is_available() and "tune" not in done:
-        total, recipe = torch.cuda.get_device_properties(0).total_memory, configs.tune_config(task, ".", 4, ["full"])
-        step = recipe.training.batch_size * (row.prompt + row.answer * recipe.training.speeds_per_step)
-        need = gpu_bytes(recipe, checkpoint.config, parameters, round(step), total)
+        total, training = torch.cuda.get_device_properties(0).total_memory, task.options.training
+        speeds = training.speeds_per_step or len(task.options.speedups)
+        step = training.batch_size * (row.prompt + row.answer * speeds)
+        need = gpu_bytes(task.recipe(task.planned_spec, {}), checkpoint.config, parameters, round(step), total)
         text += f"; the training needs about {gib(need)} of the GPU's {gib(total)}"
     cost = sum(value for stage, value in seconds.items() if stage != "before")  # "before" only fills the table
     pays = [

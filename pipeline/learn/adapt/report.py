@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.config.adapt import MEANINGS
-from pipeline.learn.adapt.configs import AFTER, BEFORE
 from pipeline.learn.adapt.run import Adapted
-from pipeline.learn.evaluate.results import bracketed, chance_metric, clock_ratio, remarks, uselessness
-from pipeline.messages import LEAST_TIMED
+from pipeline.learn.adapt.task import AFTER, BEFORE
+from pipeline.learn.score.lines import Line, bracketed, chance_metric, clock_ratio, remarks, uselessness
+from pipeline.messages import LEAST_TIMED, duration
 
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
@@ -41,14 +41,35 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
         )
     for text in [*adapted.harmed, *remarks(adapted.after, adapted.chance, adapted.metric)]:
         console.print(text)
+    console.print(_choice_by_engine(adapted), end="")
     if adapted.break_even is not None and adapted.chosen is not None:
         console.print("\n".join(adapted.break_even.sentences(adapted.chosen.name)))
     console.print(f"time: {', '.join(f'{stage} {seconds:,.1f} s' for stage, seconds in adapted.seconds.items())}")
     console.print(
-        f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
+        f"trained: {folder / adapted.trained}\nanswers to the held-out rows: {folder / BEFORE}, {folder / AFTER}",
     )
     if adapted.job_file is not None:
         console.print(f"next: skipdecode run {shlex.quote(str(adapted.job_file))}")
+
+
+def _choice_by_engine(adapted: Adapted) -> str:
+    """Return a line that compares the uniform schedules with the falling ones; no text if none was tried."""
+    if not any(line.uniform for line in adapted.after):
+        return ""
+    chosen = "none" if adapted.chosen is None else adapted.chosen.name
+    times = [
+        f"{line.name} {duration(line.seconds)}" + ("" if _is_within(adapted, line) else " (outside the tolerance)")
+        for line in adapted.after
+        if line.nominal is not None and line.nominal > 1 and line.prompt == "first"
+    ]
+    return (
+        f"chosen: {chosen}, the fastest within the tolerance on the engine {adapted.engine}. uniform: all tokens run "
+        f"the same layers; otherwise depth falls. Time of a row: {', '.join(times)}\n"
+    )
+
+
+def _is_within(adapted: Adapted, line: Line) -> bool:
+    return line.scores[adapted.metric].loss_high <= adapted.tolerance
 
 
 def too_tight(adapted: Adapted) -> str:
@@ -101,7 +122,7 @@ def _table(adapted: Adapted) -> Table:
             f"{score.value:.4g}",
             f"{before[line.name].scores[adapted.metric].value:.4g}",
             bracketed(score.loss, score.loss_low, score.loss_high, 3 if adapted.metric == "token_kl" else 1),
-            "yes" if score.loss_high <= adapted.tolerance else "no",
+            "yes" if _is_within(adapted, line) else "no",
             f"{line.scores['token_kl'].value:.3g}",
         )
     return table

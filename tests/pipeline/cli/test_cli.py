@@ -314,9 +314,7 @@ def test_planning_imports_neither_ray_nor_torch_at_first() -> None:
     assert imported_with("pipeline.job") == set()
 
 
-@pytest.mark.parametrize(
-    ("command", "text"), [("run", "input: ["), ("adapt", "inptu: {}"), ("tune", "inptu: {}"), ("evaluate", "input: [")]
-)
+@pytest.mark.parametrize(("command", "text"), [("run", "input: ["), ("adapt", "inptu: {}"), ("evaluate", "input: [")])
 def test_a_mistyped_file_is_refused_before_heavy_libraries_are_imported(
     tmp_path: Path, command: str, text: str
 ) -> None:
@@ -357,7 +355,7 @@ def test_a_reader_that_ends_early_is_no_failure_to_report() -> None:
 def test_help_names_the_commands_and_the_version_is_the_packages() -> None:
     assert imported_with("pipeline.cli.app") == set()
     output = CliRunner().invoke(app, ["--help"]).output
-    for command in ("run", "tune", "evaluate", "report"):
+    for command in ("run", "adapt", "evaluate", "report"):
         assert command in output
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     done = CliRunner().invoke(app, ["--version"])

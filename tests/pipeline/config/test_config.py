@@ -20,7 +20,6 @@ from pipeline.config.forms import labels_given
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig, ModelConfig, SamplingConfig, Section, StorageConfig
 from pipeline.config.load import changed, load_config
-from pipeline.config.tune import TuneConfig
 from pipeline.input.files import list_files
 
 JOB: dict[str, Any] = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "model"}}
@@ -152,8 +151,8 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
     assert "did you mean sampling?" in refusal(path, ["samplin.top_k=2"])
     path = job_file(tmp_path, '? "\\N"\n: null\n')
     assert refusal(path).startswith(f"{path}: unknown key '\\x85'; known: ")
-    path = job_file(tmp_path, {"model": {"path": "m"}, "data": {"train": "a", "dev": "b", "promt": "c"}, "output": "o"})
-    assert refusal(path, kind=TuneConfig) == f"{path}: unknown key data.promt; did you mean prompt?"
+    path = job_file(tmp_path, {**JOB, "adapt": {"loss": {"teachr": "x"}}})
+    assert refusal(path) == f"{path}: unknown key adapt.loss.teachr; did you mean teacher?"
     path = job_file(tmp_path, {**JOB, "input": {"paht": "in"}})  # before its consequences
     assert refusal(path) == f"{path}: unknown key input.paht; did you mean path? (and 1 more problem)"
 
@@ -262,7 +261,7 @@ def test_a_path_may_name_the_home_folder_and_the_environment(tmp_path: Path, mon
     assert job.input.path == [f"{tmp_path}/in", str(tmp_path)]
     assert (job.output.path, job.model.path, job.choices) == (f"{tmp_path}/out", f"{tmp_path}/m~", ("a", "b"))
     assert job.adapt is not None and job.adapt.output == "./~/a"
-    assert job.adapt.adapter["start"] == str(Path.home() / "s")
+    assert job.adapt.adapter.start == str(Path.home() / "s")
 
 
 def test_changes_of_another_shape_are_refused(tmp_path: Path) -> None:

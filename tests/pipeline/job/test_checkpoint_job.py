@@ -20,9 +20,8 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.advise.try_rows import answer_first_rows
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
-from pipeline.learn.evaluate.run import evaluate
+from pipeline.learn.evaluate import evaluate
 from pipeline.storage.folder import filesystem, open_folder
 
 PROMPTS = [f"name[Zizzi], area[{row}]" for row in range(12)]
@@ -79,19 +78,16 @@ def test_wherever_a_checkpoint_lies_the_answers_are_the_same(
 
 
 def test_evaluate_takes_them_too(sharded: Path, s3: StorageConfig, tmp_path: Path) -> None:
-    from pipeline.learn.evaluate.run import evaluate
-
     pq.write_table(pa.table({"prompt": PROMPTS[:2], "references": [["a"], ["b"]]}), tmp_path / "dev.parquet")
     values = {
-        "data": {"path": str(tmp_path / "dev.parquet")},
+        "input": {"path": str(tmp_path / "dev.parquet")},
         "model": {"path": "s3://bucket/job-model", "cache": str(tmp_path / "cache"), "dtype": "float32"},
-        "output": str(tmp_path / "out"),
-        "speedups": [1],
+        "output": {"path": str(tmp_path / "out")},
         "sampling": {"max_new_tokens": 4},
         "storage": s3.model_dump(),
-        "threads": 1,
+        "adapt": {"references": "references"},
     }
-    assert [line.nominal for line in evaluate(EvalConfig.model_validate(values)).lines] == [1.0]
+    assert [line.nominal for line in evaluate(JobConfig.model_validate(values), [1]).lines] == [1.0]
 
 
 ROWS = 12
@@ -182,18 +178,10 @@ def test_mistakes_are_refused_at_planning(inputs: Path, checkpoint: Path, adapte
 
 
 def test_evaluate_runs_full_depth_by_the_base(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
-    values = {
-        "data": {"path": str(inputs), "references": None},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "speedups": [1, 2],
-        "sampling": {"max_new_tokens": 6},
-        "schedule": {"horizon": 3},
-        "threads": 1,
-    }
-    found = {}
-    for name, changes in (("base", {}), ("adapted", {"speed_adapter": str(adapter)})):
-        recipe = {**values, "model": {**values["model"], **changes}, "output": str(tmp_path / name)}  # type: ignore[dict-item]
-        evaluate(EvalConfig.model_validate(recipe))
-        found[name] = {line: pq.read_table(tmp_path / name / f"answers-{line}.parquet") for line in ("1x", "2x")}
+    found, own = {}, {"sampling": {"max_new_tokens": 6}, "schedule": {"horizon": 3}}
+    for name, model in (("base", {}), ("adapted", {"speed_adapter": str(adapter)})):
+        job = job_config(inputs, tmp_path / name, checkpoint, model=model, **own)
+        answers = evaluate(job, [2]).answers
+        found[name] = {line: [answer.token_ids for answer in each] for line, each in answers.items()}
     assert found["base"]["1x"] == found["adapted"]["1x"]
     assert found["base"]["2x"] != found["adapted"]["2x"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from adapt_fakes import Fakes, Run, values, write_inputs
-from tune_recipes import copying_recipe
+from small_training import Small, copying
 from typer.testing import CliRunner, Result
 
 from pipeline.cli.app import app
@@ -18,18 +18,18 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> dict[str, Any]:
-    return copying_recipe(tmp_path)
+def small(tmp_path: Path) -> Small:
+    return copying(tmp_path)
 
 
 @pytest.fixture
 def command(tmp_path: Path, checkpoint: Path) -> Run:
-    """`adapt` over inputs in `tmp_path`, with options, and keys of `adapt` and of the job."""
+    """`adapt`, or another program, over inputs in `tmp_path`, with options, and keys of `adapt` and of the job."""
     inputs = write_inputs(tmp_path / "in")
 
-    def run(*options: str, job: dict[str, Any] | None = None, **adapt: Any) -> Result:
+    def run(*options: str, program: str = "adapt", job: dict[str, Any] | None = None, **adapt: Any) -> Result:
         file = tmp_path / "job.yaml"
         file.write_text(dump_yaml({**values(inputs, tmp_path / "out", checkpoint, **adapt), **(job or {})}))
-        return CliRunner().invoke(app, ["adapt", str(file), *options])
+        return CliRunner().invoke(app, [program, str(file), *options])
 
     return run

@@ -25,11 +25,14 @@ from pipeline.checkpoints.stores import HubStore
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
 from pipeline.input.files import list_files
-from pipeline.learn.adapt import configs
-from pipeline.learn.adapt.plan import StageRecord
+from pipeline.learn.adapt.job_file import full_depth_job, job_text, tuned_model
+from pipeline.learn.adapt.pairs import read_pairs
+from pipeline.learn.adapt.record import StageRecord
 from pipeline.learn.adapt.references import true_answers
-from pipeline.learn.adapt.rows import layout, metric_of, read_sample
-from pipeline.learn.evaluate.results import Line, Score
+from pipeline.learn.adapt.task import Task, spec_to_train
+from pipeline.learn.rows import layout, read_sample
+from pipeline.learn.score.lines import Line, Score
+from pipeline.learn.score.metrics import default_metric
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 
@@ -61,7 +64,6 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
         "empty": len(empty - bad),
         "unreferenced": len(bare),
         "repeated": 0,
-        "longest": fakes.longest,
     }
     answered = json.loads((folder / "adapt.json").read_text())["done"]["answers"]["result"]
     assert answered["row"]["answer"] == 60 / (ROWS - len(bad))  # rows that teach nothing took time too
@@ -77,8 +79,6 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
     whole = prepare_table(pq.read_table(folder / "sample.parquet"), prompt_spec(config, resolved, 0.0))
     by_row = whole[PROMPT_IDS].to_pylist()
     assert train["prompt"].to_pylist() == [by_row[row] for row in left if row >= 6]
-    pairs = [*train.to_pylist(), *held.to_pylist()]
-    assert fakes.longest == max(len(one["prompt"]) + len(one["response"]) + one["ended"] for one in pairs)
 
 
 def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
@@ -107,7 +107,7 @@ def test_a_job_file_that_the_user_has_changed_is_kept(
     for tolerance in (None, 1.5):  # 1.5: no speed is within it
         caplog.clear()
         assert command(tolerance=tolerance).exit_code == (1 if tolerance else 0)
-        assert "kept, because it was changed since adapt wrote it" in caplog.text and path.read_text() == mine
+        assert "kept, because adapt did not write it as it is" in caplog.text and path.read_text() == mine
     path.unlink()
     assert command().exit_code == 0 and path.read_text() in mine
     with patch.object(StageRecord, "_save", side_effect=KeyboardInterrupt):  # killed while it writes the job file
@@ -136,6 +136,7 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
 
 
 LONG, WORD = [5] * 9, [5]
+FULL, FIRST, UNIFORM = ("full", False), ("first", False), ("first", True)  # prompt policy, and whether uniform
 
 
 @pytest.mark.parametrize(
@@ -153,41 +154,42 @@ LONG, WORD = [5] * 9, [5]
     ],
 )
 def test_the_default_metric_follows_from_the_held_out_rows(
-    tmp_path: Path, choices: bool, references: list[list[str]] | None, response: list[int], metric: str
+    choices: bool, references: list[list[str]] | None, response: list[int], metric: str
 ) -> None:
-    table = {"references": references or [[], []], "response": [response, response]}
-    pq.write_table(pa.table(table), tmp_path / "held-out.parquet")
-    assert metric_of(tmp_path, None, choices=choices, references=references is not None) == metric
+    assert default_metric(references, [len(response)] * 2, choices=choices) == metric
 
 
 @pytest.mark.parametrize(
     ("adapt", "schedule", "prompt_seconds", "policies", "written"),
     [
-        ({}, {}, 3.3, ["full"], {"speedup": 2}),
-        ({}, {}, 3.4, ["full", "first"], {"speedup": 2, "prompt": "first"}),
-        ({"tolerance": 4.2}, {}, 9, ["full", "first"], {"speedup": 2}),
-        ({}, {"prompt": "full"}, 9, ["full"], {"speedup": 2}),
-        ({"prompt": "first"}, {}, 0, ["first"], {"speedup": 2, "prompt": "first"}),
+        ({}, {}, 3.3, [FULL], {"speedup": 2}),
+        ({}, {}, 3.4, [FULL, FIRST, UNIFORM], {"speedup": 2, "prompt": "first", "decay": "constant"}),
+        ({"tolerance": 4.7}, {}, 9, [FULL, FIRST, UNIFORM], {"speedup": 2, "prompt": "first"}),
+        ({"tolerance": 4.2}, {}, 9, [FULL, FIRST, UNIFORM], {"speedup": 2}),
+        ({}, {"prompt": "full"}, 9, [FULL], {"speedup": 2}),
+        ({"prompt": "first", "tolerance": 4.7}, {}, 0, [FIRST, UNIFORM], {"speedup": 2, "prompt": "first"}),
+        ({}, {"decay": "constant"}, 9, [FULL, UNIFORM], {"speedup": 2, "prompt": "first", "decay": "constant"}),
     ],
 )
-def test_a_job_of_long_prompts_is_offered_skipping_in_the_prompt(
+def test_a_job_of_long_prompts_is_offered_skipping_in_the_prompt_and_uniform_schedules(
     tmp_path: Path,
     fakes: Fakes,
     command: Run,
     adapt: dict[str, Any],
     schedule: dict[str, Any],
     prompt_seconds: float,
-    policies: list[str],
+    policies: list[tuple[str, bool]],
     written: dict[str, Any],
 ) -> None:
     fakes.prompt_seconds = prompt_seconds
     result = command("--json", job={"schedule": {"horizon": 6, **schedule}}, **{"tolerance": 5.0, **adapt})
     assert result.exit_code == 0, result.output
-    trained = [fakes.recipe.schedule.prompt, *(one.prompt for one in fakes.recipe.schedule.also if one.speedup == 2)]
-    assert trained == policies
-    assert all(one.speedup in (2, 3) for one in fakes.recipe.schedule.also)
+    trained = fakes.recipe.schedules.values()
+    assert {one.speedup for one in trained} == {2, 3}  # an adapter is not trained at 1x
+    assert {one.prompt for one in trained} == {prompt for prompt, _ in policies}
     lines = json.loads(result.stdout)["after"]
-    assert [line["prompt"] for line in lines if line["nominal"] == 2] == policies
+    assert [(line["prompt"], line["uniform"]) for line in lines if line["nominal"] == 2] == policies
+    assert ("chosen: 2x" in result.stderr) == (len(policies) > 1)
     assert load_values(tmp_path / "out-adapt" / "job.yaml")["schedule"] == written
 
 
@@ -212,18 +214,6 @@ def test_a_lost_checkpoint_is_trained_and_evaluated_again(tmp_path: Path, fakes:
     fakes.calls = []
     assert command().exit_code == 0
     assert fakes.calls == ["tune", "before", "after"]
-
-
-def test_labels_are_evaluated_greedily(checkpoint: Path, tmp_path: Path) -> None:
-    job = {**values(tmp_path, tmp_path, checkpoint), "choices": ["yes", "no"]}
-    job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
-    config = JobConfig.model_validate(job)
-    resolved = resolve_checkpoint(config.model, config.storage)
-    task = configs.Task(config, "job.yaml", tmp_path, resolved, [], pa.schema([]), {}, "")
-    asked = configs.eval_values(task, "m", {"horizon": 6}, ["full"], tuned=True)
-    assert asked["choices"] == ["yes", "no"]
-    assert asked["data"]["references"] is None
-    assert asked["sampling"].items() >= {"temperature": 0.0, "n": 1, "logprobs": None}.items()
 
 
 def test_prompts_of_held_out_rows_are_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
@@ -272,10 +262,10 @@ def test_answers_to_train_on_may_come_from_a_column(
 def test_evaluation_has_the_resources_of_an_actor(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     assert command().exit_code == 0
     # as the answers' job has resolved them
-    assert fakes.actors == {"threads": 3, "cache_bytes": 2**20, "max_batch": 64}
+    assert (fakes.actors.threads, fakes.actors.cache_bytes) == (3, 2**20)
     shutil.rmtree(tmp_path / "out-adapt")
     assert command(job={"actors": {"threads": 2, "cache_bytes": 12345}}).exit_code == 0
-    assert fakes.actors == {"threads": 2, "cache_bytes": 12345, "max_batch": 64}
+    assert (fakes.actors.threads, fakes.actors.cache_bytes) == (2, 12345)
 
 
 def test_memory_in_cycles_is_freed(tmp_path: Path) -> None:
@@ -291,7 +281,7 @@ def test_memory_in_cycles_is_freed(tmp_path: Path) -> None:
         return {}
 
     record = StageRecord(tmp_path / "adapt")
-    record.folder.claim([])
+    record.begin()
     record.check({"sample": {}})
     gc.disable()
     try:
@@ -308,8 +298,8 @@ def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path
     def model(path: str, resolved: ResolvedCheckpoint, **adapt: Any) -> tuple[str, dict[str, str]]:
         """The checkpoint that answers the sample, and the model section of the job file that is written."""
         job = JobConfig.model_validate({**values(tmp_path, tmp_path, checkpoint, **adapt), "model": {"path": path}})
-        task = configs.Task(job, "job.yaml", Path("adapt"), resolved, [], pa.schema([]), {}, "")
-        return configs.full_depth_job(job, resolved, Path("adapt")).model.path, configs.tuned_model(task)
+        task = Task(job, "job.yaml", Path("adapt"), resolved, [], pa.schema([]), ScheduleSpec(), "")
+        return full_depth_job(job, resolved, Path("adapt")).model.path, tuned_model(task)
 
     pinned, adapter = "owner/name@c0ffee", "adapt/speed-adapter"
     hub = ResolvedCheckpoint(local.checkpoint, remote)
@@ -334,30 +324,27 @@ def test_keys_that_the_decay_ignores_are_allowed(
     job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": changes}
     config = JobConfig.model_validate(job)
     with pytest.raises(ValueError, match=said) if said else nullcontext():
-        assert configs.schedule_shape(config, None)["decay"] == changes.get("decay", "linear")
-    configs.schedule_shape(config, ScheduleSpec(**changes))  # a checkpoint that has it already is trained for it
+        assert spec_to_train(config, None).decay == changes.get("decay", "linear")
+    spec_to_train(config, ScheduleSpec(**changes))  # a checkpoint that has it already is trained for it
 
 
 def test_without_an_order_of_job_or_checkpoint_it_is_measured(checkpoint: Path, tmp_path: Path) -> None:
-    def shape(stored: ScheduleSpec | None, **schedule: Any) -> tuple[Any, Any]:
+    def order(stored: ScheduleSpec | None, **schedule: Any) -> Any:
         job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": schedule}
-        found = configs.schedule_shape(JobConfig.model_validate(job), stored)
-        return found["keep_order"], found.get("warmup")
+        return spec_to_train(JobConfig.model_validate(job), stored).keep_order
 
-    stored = ScheduleSpec(keep_order=(1, 0, 3, 2), warmup=2)
-    assert shape(None) == ("measured", None)  # the warm-up follows from the order
-    assert shape(None, warmup=2) == ("measured", 2)
-    assert shape(None, keep_order="paper") == ("paper", 1)
-    assert shape(stored) == ([1, 0, 3, 2], 2)
-    assert shape(stored, keep_order="measured") == ("measured", None)
+    stored = ScheduleSpec(keep_order=(1, 0, 3, 2), warmup=2, speedup=3.0)
+    assert order(None) == order(None, warmup=2) == order(stored, keep_order="measured") == "measured"
+    assert order(None, keep_order="paper") == "paper"
+    assert order(stored) == (1, 0, 3, 2)
 
 
 def test_a_line_break_does_not_end_a_comment(checkpoint: Path, tmp_path: Path) -> None:
     config = JobConfig.model_validate(values(tmp_path, tmp_path, checkpoint))
     resolved = resolve_checkpoint(config.model, config.storage)
-    task = configs.Task(config, "of\nline", tmp_path, resolved, [], pa.schema([]), {}, "")
+    task = Task(config, "of\nline", tmp_path, resolved, [], pa.schema([]), ScheduleSpec(), "")
     chosen = Line("2x", 2.0, "full", 2.0, 1.0, {"fidelity": Score(90.0, 1.0, 2.0)})
-    text = configs.job_text(task, {"model": {"path": "x"}}, chosen, "fidelity", 2.0, tmp_path / "job.yaml")
+    text = job_text(task, {"model": {"path": "x"}}, chosen, "fidelity", 2.0, tmp_path / "job.yaml")
     assert yaml.safe_load(text)["schedule"] == {"speedup": 2.0}
 
 
@@ -389,7 +376,7 @@ def test_rows_of_their_own_watch_the_training(tmp_path: Path, fakes: Fakes, comm
     result = command("--json", rows=ROWS, held_out=4)
     found = json.loads(result.stdout)
     assert found["counts"]["dev"] == 2
-    assert list(fakes.recipe.data.dev) == [str(tmp_path / "out-adapt" / "dev.parquet")]
+    assert len(read_pairs(tmp_path / "out-adapt", "dev.parquet")) == 2
 
 
 def test_a_column_that_looks_like_true_answers_is_proposed(tmp_path: Path, fakes: Fakes, command: Run) -> None:

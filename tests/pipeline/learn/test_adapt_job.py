@@ -22,7 +22,8 @@ from actors.engine.model.loading import inspect
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import dump_yaml, validated
-from pipeline.learn.adapt import choice, configs
+from pipeline.learn.adapt import choice
+from pipeline.learn.adapt import task as task_module
 from pipeline.learn.adapt.choice import (
     BreakEven,
     RowCost,
@@ -33,11 +34,11 @@ from pipeline.learn.adapt.choice import (
     working_actors,
 )
 from pipeline.learn.adapt.plan import plan_adaptation
-from pipeline.learn.evaluate.results import Line, Score
+from pipeline.learn.score.lines import Line, Score
 
 ROWS = 40
 PROMPTS: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
-TRAINED = {"training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1}, "runs": 1}
+TRAINED = {"training": {"max_steps": 2, "batch_size": 4, "threads": 1}, "runs": 1}
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_from_a_job_to_a_faster_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With all weights by a measured order, of which the written job says nothing: the checkpoint has it."""
-    monkeypatch.setattr(configs, "PROMPT_SHARE", 2.0)  # else the clock decides whether `prompt: first` is tried
+    monkeypatch.setattr(task_module, "PROMPT_SHARE", 2.0)  # else the clock decides whether `prompt: first` is tried
     prompts = [*PROMPTS[:7], None, *PROMPTS[8:]]
     adapt = {**TRAINED, "speedups": [1, 2], "tolerance": 100.0, "weights": weights}
     schedule = {"keep_order": "measured"} if weights == "full" else {}
@@ -99,7 +100,8 @@ def test_from_a_job_to_a_faster_one(
     # the tokens trained on are those that the job's checkpoint gives at full depth: alone, it agrees with itself
     assert found["before"][0]["scores"]["agreement_exact"]["value"] == 100
     trained = tmp_path / "out-adapt" / ("speed-adapter" if weights == "adapter" else "checkpoint")
-    assert json.loads((trained / "tune.json").read_text())["steps"] == 2
+    record = json.loads((trained / "tune.json").read_text())
+    assert (record["steps"], record["bf16"]) == (2, False)  # as model.dtype says
     order = json.loads((trained / "skipdecode.json").read_text())["keep_order"]
     measured = [json.loads(path.read_text()) for path in own_cache.glob("keep-orders/*.json")]
     assert [order] == ([record["keep_order"] for record in measured] if weights == "full" else ["paper"])
@@ -120,12 +122,22 @@ def test_labels_of_one_token_gain_by_skipping_in_the_prompt(
     adapt = {**TRAINED, "speedups": [3], "tolerance": 200.0}
     write_job(tmp_path, checkpoint, PROMPTS, adapt, choices=["a", "b"])
     found, _ = run_command("adapt", tmp_path / "job.yaml")
-    lines = [(line["nominal"], line["prompt"]) for line in found["after"]]
-    assert lines == [(1, "full"), (3, "full"), (3, "first")]
-    tuned = json.loads((tmp_path / "out-adapt" / "speed-adapter" / "tune.json").read_text())
-    assert [(one["speedup"], one["prompt"]) for one in tuned["config"]["schedule"]["also"]] == [(3, "first")]
+    lines = [(line["name"], line["nominal"], line["prompt"]) for line in found["after"]]
+    names = ["1x", "3x", "3x prompt=first", "3x uniform"]
+    assert lines == list(zip(names, (1, 3, 3, 3), ("full", "full", "first", "first"), strict=True))
+    folder = tmp_path / "out-adapt"
+    tuned = json.loads((folder / "speed-adapter" / "tune.json").read_text())
+    assert tuned["schedules"] == names[1:] and set(tuned["dev_loss"]) == {
+        "eval_loss",
+        *map("eval_loss_{}".format, names[1:]),
+    }
     written = yaml.safe_load(Path(found["job_file"]).read_text())["schedule"]
     assert written.get("prompt", "full") == found["chosen"]["prompt"]
+    assert ("decay" in written) == found["chosen"]["uniform"]
+    for name in ("before", "after"):
+        answers = pq.read_table(folder / f"{name}.parquet")
+        assert answers.column_names == ["prompt", *names] and answers.num_rows == found["counts"]["held_out"]
+        assert answers["prompt"][0].as_py().count("name[Zizzi]") == 1 and answers["1x"][0].as_py() in ("a", "b")
 
 
 @pytest.mark.parametrize(("prompt", "answer", "n"), [(2.0, 0.0, 1), (0.0, 2.0, 1), (1.0, 3.0, 4)])

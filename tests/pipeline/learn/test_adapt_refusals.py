@@ -1,4 +1,4 @@
-"""Refusals of `skipdecode adapt`: one line each, as early as possible."""
+"""Refusals of `skipdecode adapt` and `evaluate`: one line each, as early as possible."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from adapt_fakes import ROWS, Fakes, Run
+from new_model import train_tokenizer
 from random_adapter import random_adapter
 
+from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.learn.adapt.record import StageRecord
 from pipeline.messages import install_command
 
 
@@ -83,40 +86,64 @@ def test_new_input_files_are_logged_and_not_sampled(
     assert fakes.calls == ["answers", "tune", "before", "after"]
 
 
+LABELS = {"choices": ["y", "n"], "sampling": {}}
+
+
 @pytest.mark.parametrize(
-    ("adapt", "job", "said"),
+    ("program", "adapt", "job", "key"),
     [
-        ({"rows": 6}, {}, "adapt: rows = 6 leaves no row to train on: raise it above held_out = 6"),
-        ({"rows": 99, "held_out": 30}, {}, "no row of 30 is left to train on: lower adapt.held_out = 30"),
-        ({"references": "wrong"}, {}, "no column 'wrong'; it has key, q, right, unused"),
-        ({"metric": "bleu"}, {}, "adapt: metric: bleu needs references"),
-        ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
-        ({}, {"output": {"path": "s3://bucket/x=1"}}, "adapt.output: s3://bucket/x-1-adapt is not local"),
-        ({"speedups": [1]}, {}, "speedups must be at least 1, and one or more must be above 1"),
-        ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
-        ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
-        ({"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets: the model has no layer 'no_proj'; it has"),
-        ({"loss": {"teacher": "/nowhere"}}, {}, "adapt.loss.teacher: /nowhere: no such checkpoint folder"),
-        ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
-        ({"loss": {"distillation": 0.0}}, {}, "the loss has no terms"),
-        ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt can only train for 2.0"),
-        ({"references": "key"}, {}, "adapt.references: column 'key' is int16; it must be string, or a list"),
-        ({"responses": "right"}, {}, "adapt.responses: column 'right' is list<item: string>; it must be string"),
-        ({"responses": "q"}, {"choices": ["y", "n"], "sampling": {}}, "adapt.responses: works only for free text"),
-        ({"metric": "fidelity"}, {"choices": ["y", "n"], "sampling": {}}, "fidelity is not a metric for labels; with"),
-        ({}, {"input": {"path": "in", "prompt": "q", "chat": True, "tools": "t"}}, "input.tools: adapt evaluates only"),
-        ({}, {"reasoning": {}}, "reasoning: adapt evaluates whole answers"),
-        ({}, {"output_format": {"regex": "a"}, "sampling": {}}, "output_format: adapt evaluates only free text"),
+        ("adapt", {"rows": 6}, {}, "rows"),
+        ("adapt", {"rows": 99, "held_out": 30}, {}, "adapt.held_out"),
+        ("both", {"references": "wrong"}, {}, "'wrong'"),
+        ("both", {"references": "key"}, {}, "adapt.references"),
+        ("both", {"metric": "bleu"}, {}, "metric"),
+        ("adapt", {"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
+        ("adapt", {}, {"output": {"path": "s3://bucket/x=1"}}, "adapt.output: s3://bucket/x-1-adapt is not local"),
+        ("adapt", {"speedups": [1]}, {}, "speedups"),
+        ("adapt", {"speedups": [2, 2.0000001]}, {}, "speedups"),
+        ("both", {"training": {"epoch": 1.0}}, {}, "training.epoch"),
+        ("both", {"adapter": {"rank": 0}}, {}, "adapter.rank"),
+        ("both", {"adapter": {"start": "start", "rank": 8}}, {}, "adapter.rank"),
+        ("adapt", {"adapter": {"targets": ["no_proj"]}}, {}, "adapt.adapter.targets"),
+        ("adapt", {"adapter": {"start": "CHECKPOINT"}}, {}, "adapt.adapter.start"),
+        ("adapt", {"loss": {"teacher": "/nowhere"}}, {}, "adapt.loss.teacher"),
+        ("adapt", {"loss": {"teacher": "OTHER"}}, {}, "adapt.loss.teacher"),
+        ("both", {"weights": "full", "adapter": {"rank": 2}}, {}, "adapter"),
+        ("both", {"loss": {"distillation": 0.0}}, {}, "loss"),
+        ("both", {"loss": {"label_smoothing": 0.1}}, {}, "label_smoothing"),
+        ("adapt", {}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power"),
+        ("both", {}, {"schedule": {"keep_order": [0, 1], "horizon": 5}}, "keep_order"),
+        ("evaluate", {}, {"schedule": {"keep_order": "measured", "horizon": 5}}, "keep_order"),
+        ("adapt", {"responses": "right"}, {}, "adapt.responses"),
+        ("adapt", {"responses": "q"}, LABELS, "adapt.responses"),
+        ("adapt", {"metric": "fidelity"}, LABELS, "adapt.metric"),
+        ("both", {}, {"input": {"path": "in", "prompt": "q", "chat": True, "tools": "t"}}, "input.tools"),
+        ("both", {}, {"reasoning": {}}, "reasoning"),
+        ("both", {}, {"output_format": {"regex": "a"}, "sampling": {}}, "output_format"),
+        ("both", {"held_out": 1}, {}, "held_out"),
     ],
 )
-def test_a_mistake_is_one_line_before_a_model_is_loaded(
-    tmp_path: Path, fakes: Fakes, command: Run, adapt: dict[str, Any], job: dict[str, Any], said: str
+def test_a_mistake_is_one_line_that_names_the_key_before_a_model_is_loaded(
+    tmp_path: Path,
+    checkpoint: Path,
+    fakes: Fakes,
+    command: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    adapt: dict[str, Any],
+    job: dict[str, Any],
+    key: str,
 ) -> None:
-    result = command(job=job, **adapt)
-    assert result.exit_code == 2, result.output
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and said in lines[0], result.stderr
-    assert lines[0].count("job.yaml: ") == 1
+    shutil.copytree(checkpoint, tmp_path / "other")
+    train_tokenizer(["quite other words"], vocab_size=290).save_pretrained(tmp_path / "other")
+    monkeypatch.setattr("pipeline.learn.score.run.Generator", lambda *_, **__: pytest.fail("a model was loaded"))
+    text = json.dumps(adapt).replace("CHECKPOINT", str(checkpoint)).replace("OTHER", str(tmp_path / "other"))
+    for name in ("adapt", "evaluate") if program == "both" else (program,):
+        result = command(program=name, job=job, **json.loads(text))
+        assert result.exit_code == 2, result.output
+        lines = result.stderr.strip().splitlines()
+        assert len(lines) == 1 and key in lines[0], result.stderr
+        assert lines[0].count("job.yaml: ") == 1
     assert fakes.calls == [] and not (tmp_path / "out-adapt").exists()
 
 
@@ -186,14 +213,14 @@ def test_a_failed_stage_is_one_line(fakes: Fakes, command: Run, error: Exception
         ({"done": {"sample": {"settings": {}}}}, "done.sample.result: Field required"),
         ({"done": {"other": {"settings": {}, "result": {}}}}, "done.other.[key]: Input should be"),
         ({"seconds": {"sample": "long"}}, "seconds.sample: Input should be"),
-        ({"format": 2}, "format: Input should be 3"),
+        ({"format": 3}, "format: Input should be 4"),
     ],
 )
 def test_a_damaged_record_is_one_line(
     tmp_path: Path, fakes: Fakes, command: Run, values: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "out-adapt").mkdir()
-    record = {"files": [], "format": 3, "done": {}, "seconds": {}, **values}
+    record = {"format": 4, "done": {}, "seconds": {}, **values}
     (tmp_path / "out-adapt" / "adapt.json").write_text(json.dumps(record))
     result = command()
     assert (result.exit_code, result.stderr.count("\n"), fakes.calls) == (2, 1, [])
@@ -210,17 +237,34 @@ def test_a_folder_of_the_user_is_refused_and_untouched(tmp_path: Path, fakes: Fa
     assert [path.read_text() for path in folder.iterdir()] == ["mine"]
 
 
-def test_a_job_file_of_the_user_in_an_adaptations_folder_is_kept(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+def test_a_job_file_of_the_user_in_an_adaptations_folder_is_kept(
+    tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     assert command(tolerance=1.5).exit_code == 1  # no job file is written
     path = tmp_path / "out-adapt" / "job.yaml"
     path.write_text("mine")
     for tolerance in (1.5, 4.0):  # would remove it, would replace it
-        result = command(tolerance=tolerance)
-        assert result.exit_code == 2
-        assert "job.yaml exists and adapt.json does not list it; move it, or choose another folder" in result.stderr
-        assert path.read_text() == "mine"
+        caplog.clear()
+        command(tolerance=tolerance)
+        assert "job.yaml: kept, because adapt did not write it" in caplog.text and path.read_text() == "mine"
     path.unlink()
-    assert command(tolerance=4.0).exit_code == 0
+    assert command(tolerance=4.0).exit_code == 0 and path.read_text() != "mine"
+
+
+@pytest.mark.parametrize(("below", "why"), [("", "File exists"), ("out", "Not a directory")])
+def test_a_file_in_place_of_the_folder_is_refused(
+    tmp_path: Path, fakes: Fakes, command: Run, below: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    result = command(output=str(tmp_path / "file" / below))
+    assert (result.exit_code, fakes.calls) == (2, [])
+    assert "adapt.output: " in result.stderr and f"cannot be created: {why}" in result.stderr
+
+
+def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(UserError, match=r"^adapt.output: .*: not writable"):
+        StageRecord(tmp_path / "out").begin()
 
 
 def test_an_adaptation_killed_before_its_first_stage_goes_on(

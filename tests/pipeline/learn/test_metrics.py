@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from pipeline.answer.answer_checks import repeated_ngrams
-from pipeline.learn.evaluate import metrics
-from pipeline.learn.evaluate.line_statistics import by_chance
-from pipeline.learn.evaluate.metrics import METRICS, Score, mean_statistics, paired_scores
-from pipeline.learn.evaluate.results import Line, remarks, uselessness
+from pipeline.learn.score import metrics
+from pipeline.learn.score.lines import Line, remarks, uselessness
+from pipeline.learn.score.metrics import METRICS, Score, mean_statistics, paired_scores
+from pipeline.learn.score.statistics import by_chance
 
 WORDS = ["the", "Eagle", "serves", "French", "food,", "near", "the", "river.", "It's", "a", "pub!", "£20-25"]
 

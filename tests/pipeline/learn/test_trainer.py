@@ -7,9 +7,10 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -25,11 +26,13 @@ from actors.engine.model.loading import load_model
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.torch import packed_attention
 from actors.engine.torch.forcing import predicting_states, response_labels
-from pipeline.config.tune import AdapterConfig, LossConfig, TuneConfig
-from pipeline.learn.tune import adapters, objective
-from pipeline.learn.tune.objective import Targets, dev_loss, loss_and_gradient, summed_loss
-from pipeline.learn.tune.train import gpu_bytes, token_bytes
-from pipeline.learn.tune.trainer import Teacher, by_length, rate
+from pipeline.config.adapt import AdapterConfig, LossConfig, TrainingConfig
+from pipeline.learn.train import adapters, objective
+from pipeline.learn.train import run as run_module
+from pipeline.learn.train.objective import Targets, dev_loss, loss_and_gradient, summed_loss
+from pipeline.learn.train.recipe import Recipe
+from pipeline.learn.train.run import gpu_bytes, load_student, token_bytes
+from pipeline.learn.train.trainer import Teacher, by_length, rate
 
 SPECS = [
     ScheduleSpec(),
@@ -223,7 +226,7 @@ def test_logits_and_gradients_are_those_of_the_cpu(family: str, spec: ScheduleSp
 SCRIPT = """
 import resource
 import torch
-from pipeline.learn.tune.train import kept_heap
+from pipeline.learn.train.run import kept_heap
 
 PAGES = 6 * 8 * 2**20 // 4096
 
@@ -272,23 +275,48 @@ def test_an_adapters_parameters_are_counted_before_it_is_made(targets: list[str]
     assert expected == sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad) > 0
 
 
-def test_the_estimate_of_a_gpus_memory_is_the_sum_of_its_parts() -> None:
-    """In float32: a weight with gradient and two moments; a frozen one; activations of at most a quarter."""
-    config = tiny_model("llama").config
-    recipe = TuneConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t", "dev": "d"},
-            "output": "o",
-            "training": {"bf16": False},
-        }
-    )
+def test_the_estimate_of_a_gpus_memory_is_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight with gradient and two moments; a frozen one; activations of at most a quarter."""
+    config, adapter = tiny_model("llama").config, AdapterConfig(rank=3)
+    untaught = LossConfig(references=1.0, distillation=0.0)
+    recipe = Recipe(ScheduleSpec(), {}, untaught, TrainingConfig(), bf16=False)
     few, many = (gpu_bytes(recipe, config, 10**6, tokens, 2**30) for tokens in (1000, 10**9))
     assert few == 16 * 10**6 + 1000 * token_bytes(config, False) and many == 16 * 10**6 + 2**28
-    taught = recipe.model_copy(update={"loss": LossConfig(distillation=1.0)})
+    taught = replace(recipe, loss=LossConfig())
     assert gpu_bytes(taught, config, 10**6, 1000, 2**30) == few + 4 * 10**6
-    adapter = AdapterConfig(rank=3)
-    own = taught.model_copy(update={"adapter": adapter})  # its teacher is the student without its adapter
+    own = replace(taught, adapter=adapter)  # its teacher is the student without its adapter
     trained = adapters.adapter_parameters(adapter, config)
     expected = 4 * 10**6 + 16 * trained + 1000 * token_bytes(config, False)
     assert gpu_bytes(own, config, 10**6, 1000, 2**30) == expected
+    monkeypatch.setattr(run_module, "has_bf16", lambda device: True)
+    halved = gpu_bytes(replace(own, bf16=True), config, 10**6, 1000, 2**30)
+    assert halved == 2 * 10**6 + 16 * trained + 1000 * token_bytes(config, True)  # never 4 bytes a weight
+
+
+@pytest.mark.parametrize(
+    ("device", "frozen_bf16", "dtype"),
+    [
+        ("meta", True, torch.bfloat16),  # a stand-in for a GPU
+        ("meta", False, torch.float32),
+        ("cpu", True, torch.float32),
+        ("cpu", False, torch.float32),
+    ],
+)
+def test_weights_arrive_once_on_the_device_in_their_type(
+    tmp_path: Path, device: str, frozen_bf16: bool, dtype: torch.dtype
+) -> None:
+    """Frozen ones on a GPU in bfloat16; low-rank weights that are added to them stay in float32."""
+    loaded: list[tuple[torch.dtype, torch.device]] = []
+
+    def load(path: Path, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+        loaded.append((dtype, device))
+        return tiny_model("llama").to(device=device, dtype=dtype)
+
+    with patch.object(run_module, "load_model", load):
+        model = load_student(tmp_path, torch.device(device), frozen_bf16=frozen_bf16)
+    assert loaded == [(dtype, torch.device(device))]
+    adapted = adapters.add_adapters(model, AdapterConfig(rank=2))
+    weights = [weight for weight in adapted.parameters() if weight.requires_grad]
+    assert weights and {weight.dtype for weight in weights} == {torch.float32}
+    assert {weight.device.type for weight in adapted.parameters()} == {device}
+    assert {weight.dtype for weight in adapted.parameters() if not weight.requires_grad} == {dtype}

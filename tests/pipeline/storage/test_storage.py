@@ -17,7 +17,7 @@ from memory_folder import MemoryFolder, outcome
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.storage.folder import Folder, LocalFolder, ObjectFolder, filesystem, make_writable, open_folder
-from pipeline.storage.owned_folder import OwnedFolder, check_apart
+from pipeline.storage.local_output import check_apart
 from pipeline.storage.s3 import PatientS3FileSystem
 
 LOCAL = StorageConfig()
@@ -126,60 +126,6 @@ def test_a_url_names_its_file_system(tmp_path: Path) -> None:
     open_folder(f"file://{tmp_path}/x", LOCAL).replace("a", b"1")
     assert open_folder(str(tmp_path / "x"), LOCAL).read("a") == b"1"
     assert open_folder(str(tmp_path / "x"), LOCAL).url == str(tmp_path / "x")
-
-
-def owned(path: Path) -> OwnedFolder:
-    return OwnedFolder(path, "made.json", "output")
-
-
-def test_a_folder_with_files_and_no_record_is_refused(tmp_path: Path) -> None:
-    folder = owned(tmp_path / "out")
-    folder.check(["a"])  # it does not exist
-    folder.path.mkdir()
-    folder.check(["a"])  # it is empty
-    (folder.path / "user.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"output: .*out holds 'user.txt' and no made.json of an earlier run; choose"):
-        folder.claim(["a"])
-    assert [path.name for path in folder.path.iterdir()] == ["user.txt"]
-
-
-def test_only_listed_files_are_replaced_or_removed(tmp_path: Path) -> None:
-    folder = owned(tmp_path / "out")
-    folder.claim(["a", "b"])
-    for name in ("a", "b", "c", "d"):
-        (folder.path / name).write_text("x")
-    with pytest.raises(ValueError, match=r"output: .*out/c exists and made.json does not list it; move it"):
-        folder.claim(["a", "c"])
-    folder.discard(["a", "c"])
-    assert sorted(path.name for path in folder.path.iterdir()) == ["b", "c", "d", "made.json"]
-    folder.save({"loss": 1.0})
-    assert (folder.values()["loss"], folder.files()) == (1.0, {"b"})
-    folder.claim(["b", "e"])
-    assert (folder.values()["loss"], folder.files()) == (1.0, {"b", "e"})
-    folder.discard(["a", "b", "c", "d"])
-    assert sorted(path.name for path in folder.path.iterdir()) == ["c", "d", "made.json"]
-
-
-@pytest.mark.parametrize(("below", "why"), [("", "File exists"), ("out", "Not a directory")])
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, below: str, why: str) -> None:
-    (tmp_path / "file").touch()
-    folder = owned(tmp_path / "file" / below)
-    assert folder.values() == {}
-    with pytest.raises(ValueError, match=rf"^output: {folder.path}: cannot be created: {why}$"):
-        folder.claim(["a"])
-
-
-def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
-    with pytest.raises(ValueError, match=r"^output: .*out: not writable$"):
-        owned(tmp_path / "out").claim(["a"])
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": 1}', '{"files": ["../a"]}'])
-def test_a_record_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "made.json").write_text(text)
-    with pytest.raises(ValueError, match=r"made.json is not a record of this version .*; remove the folder, or choose"):
-        owned(tmp_path).check(["a"])
 
 
 def test_paths_are_compared_after_symbolic_links(tmp_path: Path) -> None:

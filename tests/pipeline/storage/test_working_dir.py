@@ -108,7 +108,7 @@ def test_an_output_that_ray_deletes_is_refused_through_links_too(unpack: Unpack,
         check_outlives_job("output.path", place)
 
 
-@pytest.mark.parametrize("kind", ["run", "nightly", "adapt", "tune", "evaluate", "init", "demo"])
+@pytest.mark.parametrize("kind", ["run", "nightly", "adapt", "init", "demo"])
 def test_a_command_that_writes_into_the_working_directory_is_refused_before_it_writes(
     kind: str, unpack: Unpack, mine: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -116,10 +116,7 @@ def test_a_command_that_writes_into_the_working_directory_is_refused_before_it_w
     job = job_values("in.csv", "out", "model")
     nightly = job_values("inbox", "out", "model", input={"since": "last_success"})
     adapt = {**job, "output": {"path": f"{tmp_path}/out"}, "adapt": {"output": "adapted"}}
-    data = {"train": "inbox/a.parquet", "dev": "inbox/a.parquet", "prompt": "prompt", "train_reference": "prompt"}
-    tune = {"model": {"path": "model"}, "data": {**data, "dev_reference": "prompt"}, "output": "trained"}
-    evaluate = {"model": {"path": "model"}, "data": {"path": "in.csv"}, "output": "measured", "speedups": [1.0]}
-    files = {"run": job, "nightly": nightly, "adapt": adapt, "tune": tune, "evaluate": evaluate}
+    files = {"run": job, "nightly": nightly, "adapt": adapt}
     (mine / "job.yaml").write_text(yaml.safe_dump(files.get(kind, {})))
     package = unpack("_ray_pkg_1")
     before = listed(tmp_path)

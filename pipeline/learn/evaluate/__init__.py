@@ -1,1 +1,0 @@
-"""Measure the quality and time of each speed: answer the rows, score the answers, write tables."""

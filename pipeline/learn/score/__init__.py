@@ -1,0 +1,1 @@
+"""Measure time and quality of answers at several speeds."""

@@ -1,1 +1,0 @@
-"""Train a checkpoint to skip layers as generation does: plan, train, save."""
