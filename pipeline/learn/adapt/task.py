@@ -76,9 +76,9 @@ class Task:
         on prompts.
         """
         asked = self.options.prompt
-        policies = [spec.prompt if asked == "auto" else asked]
-        if asked == "auto" and prompt_share >= PROMPT_SHARE and self.config.schedule.prompt is None:
-            policies += {"first"} - {*policies}
+        policies: list[str] = [spec.prompt if asked == "auto" else asked]
+        prompts_count = asked == "auto" and prompt_share >= PROMPT_SHARE and self.config.schedule.prompt is None
+        policies += ["first"] if prompts_count and spec.prompt != "first" else []
         further: list[dict[str, Any]] = [{"prompt": policy} for policy in policies[1:]]
         further += [UNIFORM] if "first" in policies else []
         return variants(spec.overridden({"prompt": policies[0]}), sorted({1.0, *self.options.speedups}), further)
