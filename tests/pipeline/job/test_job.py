@@ -322,6 +322,7 @@ def test_missing_weights_fail_the_job_in_one_line(
     result = invoke(tmp_path, config(inputs, tmp_path / "out", broken, attempts=1))
     assert result.exit_code == 2
     last = result.stderr.strip().splitlines()[-1]
-    missing = f"{broken}: no weights for model.layers.2.mlp.up_proj.weight: fetch the checkpoint again"
+    name = "model.layers.2.mlp.up_proj.weight"
+    missing = f"{broken}: {name} does not fit config.json (missing): fetch the checkpoint again"
     assert last == f"skipdecode: {tmp_path}/job.yaml: {missing}"
     assert not (tmp_path / "out").exists()  # refused before anything is written
