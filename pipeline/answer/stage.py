@@ -145,7 +145,7 @@ class ShardGenerator:
         if self.worker.owns_process:
             logging.basicConfig(format="%(message)s")
             logging.getLogger("transformers").setLevel(logging.ERROR)
-            logging.getLogger("pipeline.checkpoints.resolve").setLevel(logging.INFO)  # lines of a download
+            logging.getLogger("pipeline.checkpoints.resolve").setLevel(logging.INFO)  # the line of a download
         self.generator = self.thread.submit(Generator, fetched(settings)).result()
         self.loaded = time.time()
         if self.worker.owns_process:

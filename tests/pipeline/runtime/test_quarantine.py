@@ -132,6 +132,23 @@ def test_a_marker_of_another_run_counts_no_death_but_keeps_what_was_found() -> N
         assert not Quarantine(folder, run, 1, "generate").begin(0, 8).isolated
 
 
+def test_an_attempt_that_has_ended_is_no_death_but_keeps_what_was_found() -> None:
+    folder = MemoryFolder()
+    quarantine = Quarantine(folder, "run", 2, "prepare")
+    for _ in range(3):  # a task begins anew with shards that it has prepared already
+        shard_attempt = quarantine.begin(0, 4)
+        assert not shard_attempt.isolated
+        shard_attempt.end()
+    assert folder.names(QUARANTINE) == []
+    quarantine.begin(0, 4)
+    for _ in range(2):
+        quarantine.begin(0, 4).enter([1])
+    for _ in range(5):
+        shard_attempt = quarantine.begin(0, 4)
+        assert shard_attempt.isolated and list(shard_attempt.errors) == [1]
+        shard_attempt.end()
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"null", b'{"run": "run", "alone": 3}'])
 def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
     folder = MemoryFolder()
