@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -30,11 +29,15 @@ from actors.settings import EngineSettings
 from actors.vllm.engine import VllmEngine
 from pipeline.advise.timing import time_speeds
 from pipeline.answer.coordinator import Coordinator
+from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.learn.adapt import run as adaptation
 from pipeline.learn.adapt.pairs import read_pairs
 from pipeline.learn.adapt.plan import plan_adaptation
 from pipeline.learn.adapt.task import HELD_OUT, TRAIN
+from pipeline.learn.score.run import score
+from pipeline.learn.score.timing import timed_in_vllm
+from pipeline.learn.speeds import UNIFORM, variants
 from pipeline.plan.batching import with_engine
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +53,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ["Alimentum", "The Eagle", "Zizzi", "Blue Spice"]
     prompts = [f"name[{names[row % 4]}], area[{row}]" for row in range(ROWS)]
     prompts[5], prompts[17] = "", "long " * 400
-    own = [json.dumps({"max_new_tokens": 4}) if row % 7 == 0 else None for row in range(ROWS)]
+    own = [{"max_new_tokens": 4} if row % 7 == 0 else None for row in range(ROWS)]
     table = pa.table({"id": [f"r{row}" for row in range(ROWS)], "prompt": prompts, "sampling": own})
     pq.write_table(table, folder / "prompts.parquet")
     return {"model": str(model), "data": str(folder / "prompts.parquet")}
@@ -176,6 +179,21 @@ def test_adapt_answers_its_sample(inputs: dict[str, Any], tmp_path: Path, monkey
         found[engine] = [read_pairs(task.folder, name) for name in (TRAIN, HELD_OUT)]
     assert found["vllm"] == found["builtin"]
     assert len(found["vllm"][1]) == 4
+
+
+def test_adapt_times_falling_and_uniform_schedules_in_vllm(inputs: dict[str, Any]) -> None:
+    """Quality is scored on the own engine; the speed is chosen by the times of the engine that the job uses."""
+    values = job(Path("unused"), inputs, "vllm", 2, sampling={"max_new_tokens": 6, "ignore_eos": True})
+    config = JobConfig.model_validate(values)
+    model = resolve_checkpoint(config.model, config.storage)
+    prompts = [Prompt([7 + row, 8], "x", row) for row in range(6)]
+    found = variants(ScheduleSpec(horizon=8, prompt="first"), [1, 2], [UNIFORM])
+    scored = score(config, model, found, prompts, runs=1)
+    timed = timed_in_vllm(config, model, found, prompts, scored.lines, 2)
+    assert [line.name for line in timed] == ["1x", "2x", "2x uniform"]
+    for line, own in zip(timed, scored.lines, strict=True):
+        assert line.scores == own.scores and line.layer_ratio == own.layer_ratio
+        assert line.seconds > 0 and line.seconds != own.seconds
 
 
 def test_plan_times_each_speed_by_an_engine_that_can_run_it(inputs: dict[str, Any]) -> None:
