@@ -20,7 +20,6 @@ from actors.engine.types import SamplingParams
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import InputFile, list_files, read_footer
-from pipeline.input.schema import conform
 from pipeline.input.shards import cut_shards, read_groups
 from pipeline.prepare import tokenizer as tokenizers
 from pipeline.prepare.prompts import ERROR, prepare_table
@@ -180,26 +179,6 @@ def test_prompts_of_50000_characters_are_tokenized_a_few_at_a_time(
     for count, error in zip(counts, done[ERROR].to_pylist(), strict=True):
         assert error is None or error.startswith(f"prompt of {count} tokens ")
     assert sum(sizes) == sum(map(len, prompts)) and len(sizes) == 3 and max(sizes) < 170_000
-
-
-def test_columns_of_any_name_are_the_right_ones(tmp_path: Path) -> None:
-    """A dot in a name is no path into a struct; a name that is there twice is no matter where nobody needs it."""
-    columns = {
-        "a": pa.array([{"b": 1, "c": {"d": 2}}]),
-        "a.b": ["dot"],
-        "a.c.d": ["dots"],
-        "with space": ["space"],
-        "\u00e9\U0001f600": ["unicode"],
-        "": ["nameless"],
-        "twice": ["once"],
-    }
-    table = pa.table([*columns.values(), pa.array(["again"])], names=[*columns, "twice"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    file = pinned(tmp_path / "a.parquet")
-    for names in (["a.b"], ["a.c.d", "a.b"], ["with space", "a"], ["\u00e9\U0001f600", ""]):
-        (read,) = read_groups(cut_shards([file], 10, 10**9), names, LOCAL)
-        done = conform(read, pa.schema([table.schema.field(table.schema.names.index(name)) for name in names]))
-        assert done.to_pylist() == [{**{name: table.to_pydict()[name][0] for name in names}, ERROR: None}]
 
 
 def test_a_large_row_group_is_decoded_once_and_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
