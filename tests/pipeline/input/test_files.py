@@ -163,7 +163,7 @@ def test_a_disk_failure_is_not_a_user_error(tmp_path: Path, monkeypatch: pytest.
         (b"id,prompt\n1,a\n", "CSV", "set input.format: csv"),
         (b"id\tprompt\r\n1\ta\r\n", "CSV", "set input.format: csv"),
         (gzip.compress(b"id,prompt\n1,a\n" * 9999, mtime=0), "gzipped CSV", "set input.format: csv"),
-        (gzip.compress(b'{"id": 1}\n'), "gzipped JSON", "set input.format: jsonl"),
+        (gzip.compress(b'{"id": 1}\n', mtime=0), "gzipped JSON", "set input.format: jsonl"),
         (b"ARROW1\0\0" + b"\0" * 99, None, "Parquet magic bytes not found"),
         (b"PAR1" + b"x" * 30 + b"\x10\0\0\0PAR1", None, "Couldn't deserialize"),
         (b"PAR1" + b"x" * 30, None, ""),  # cut short
