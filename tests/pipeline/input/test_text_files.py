@@ -393,6 +393,9 @@ def test_csv_fields_that_cannot_be_read_cost_their_row(tmp_path: Path) -> None:
     assert read(path, TextColumns(["s"], frozenset({"s"})))[0] == ({"s": "{}"}, None)
 
 
+TWICE = gzip.compress(gzip.compress(b'{"p": 1}\n', mtime=0), mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "refusal"),
     [
@@ -401,7 +404,7 @@ def test_csv_fields_that_cannot_be_read_cost_their_row(tmp_path: Path) -> None:
         ("a.jsonl", b'{"q": 1}\n', "no column 'p'; it has q"),
         ("a.jsonl", '{"p": 1}'.encode("utf-16"), "the text is UTF-16; convert it to UTF-8"),
         ("a.jsonl", b"PAR1", "the file is Parquet; rename it to match, or set input.format"),
-        ("a.jsonl.gz", gzip.compress(gzip.compress(b'{"p": 1}\n', mtime=0), mtime=0), "the file is packed twice; unpack it once"),
+        ("a.jsonl.gz", TWICE, "the file is packed twice; unpack it once"),
         ("a.jsonl", gzip.compress(b'{"p": 1}\n', mtime=0), "the file is gzip; add .gz to its name"),
         ("a.jsonl", b"p\n", "1 line read, and none holds a JSON object"),
         ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99, mtime=0)[:-9], "not readable as gzip: "),
