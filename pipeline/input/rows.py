@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import InputFile, check_unchanged, file_format, list_files, read_footer
+from pipeline.input.files import InputFile, check_unchanged, read_footer
 from pipeline.input.schema import ERROR, conform, one_schema
 from pipeline.input.shards import Shard, cut_shards, read_groups
 from pipeline.input.text_files import TextColumns, read_text, scan_text
@@ -136,41 +135,6 @@ def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) 
                     f"{file.url}: column {field.name!r} is {found!r} in row {row}, but {values[field.name]!r} in the "
                     "file's path; make the values equal, or rename the column or the folder"
                 )
-
-
-def read_columns(
-    path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
-) -> dict[str, list[Any]]:
-    """Return each column's values in the first `limit` rows of the files at `path` (a file, folder or glob).
-
-    optional: further columns. A column that any of the files lacks is left out of the result.
-
-    Raises UserError, which names the file. If a file lacks one of `columns`, the error is a `MissingColumn`.
-    """
-    wanted = list(dict.fromkeys([*columns, *optional]))
-    listed = list_files([path], storage)
-    footers = [
-        read_layout(url, *entry, storage, file_format(url, None), TextColumns(wanted)) for url, entry in listed.items()
-    ]
-    files = [file for file, _ in footers]
-    for name in optional:
-        if any(name not in {*schema.names, *path_values(file.url)} for file, schema in footers):
-            wanted.remove(name)
-    schema = common_schema(footers, wanted, storage)
-    values: dict[str, list[Any]] = {name: [] for name in wanted}
-    left = limit
-    shards = cut_shards(files, min(limit or COLUMN_ROWS, COLUMN_ROWS), COLUMN_BYTES)
-    for shard, table in read_shards(files, shards, schema, storage):
-        table = table.slice(0, left)
-        for row, error in enumerate(table[ERROR].to_pylist(), shard.first_row):
-            if error is not None:
-                raise UserError(f"{shard.url}: row {row}: {error}")
-        for name, read in values.items():
-            read += table[name].to_pylist()
-        left = None if left is None else left - table.num_rows
-        if left == 0:
-            break
-    return values
 
 
 def to_ipc(table: pa.Table) -> bytes:

@@ -50,18 +50,10 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
     return pa.schema(fields)
 
 
-class MissingColumn(UserError):
-    """A file lacks a column."""
-
-    def __init__(self, url: str, column: str, names: Sequence[str]) -> None:
-        super().__init__(f"{url}: no column {column!r}; it has {listed(names)}")
-        self.column = column
-
-
 def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
     indices = schema.get_all_field_indices(name)
     if not indices:
-        raise MissingColumn(url, name, schema.names)
+        raise UserError(f"{url}: no column {name!r}; it has {listed(schema.names)}")
     if len(indices) > 1:
         raise UserError(f"{url}: column {name!r} occurs {len(indices)} times; rename all but one")
     return schema.field(indices[0]).type

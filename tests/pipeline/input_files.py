@@ -15,9 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
-from pipeline.input.files import list_files, read_footer
-from pipeline.input.shards import Shard
+from pipeline.input.files import file_format, list_files, read_footer
+from pipeline.input.rows import common_schema, path_values, read_layout, read_shards
+from pipeline.input.schema import ERROR
+from pipeline.input.shards import Shard, cut_shards
+from pipeline.input.text_files import TextColumns
 from pipeline.storage.folder import filesystem
 
 
@@ -72,3 +76,31 @@ def stage_input(path: Path, *tables: pa.Table, first: int = 0) -> dict[str, Any]
         for index, (start, table) in enumerate(zip(starts, tables, strict=False))
     ]
     return {"shards": shards, "files": [file], "schema": schema, "storage": StorageConfig()}
+
+
+def read_columns(
+    path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
+) -> dict[str, list[Any]]:
+    """Each column's values in the first `limit` rows of the files at `path`, by the pipeline's own reading.
+
+    optional: further columns. A column that any of the files lacks is left out.
+    """
+    wanted = list(dict.fromkeys([*columns, *optional]))
+    footers = [
+        read_layout(url, *entry, storage, file_format(url, None), TextColumns(wanted))
+        for url, entry in list_files([path], storage).items()
+    ]
+    for name in optional:
+        if any(name not in {*schema.names, *path_values(file.url)} for file, schema in footers):
+            wanted.remove(name)
+    files, values = [file for file, _ in footers], {name: list[Any]() for name in wanted}
+    shards = cut_shards(files, min(limit or 2**14, 2**14), 2**26)
+    for shard, table in read_shards(files, shards, common_schema(footers, wanted, storage), storage):
+        error = next((error for error in table[ERROR].to_pylist() if error is not None), None)
+        if error is not None:
+            raise UserError(f"{shard.url}: {error}")
+        for name, read in values.items():
+            read += table[name].to_pylist()
+        if limit is not None and all(len(read) >= limit for read in values.values()):
+            break
+    return {name: read[:limit] for name, read in values.items()}

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_files import uploaded, write_rows
+from input_files import read_columns, uploaded, write_rows
 from parquet_damage import ROWS, UNREADABLE, write_unreadable
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import list_files, read_footer
-from pipeline.input.rows import read_columns, read_rows
+from pipeline.input.rows import read_rows
 from pipeline.input.shards import cut_shards
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
