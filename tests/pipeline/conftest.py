@@ -200,3 +200,11 @@ def ray_to_be_left(own_ray: None) -> Iterator[None]:
     """Ray for a test whose job fails; started again after it."""
     yield
     start_ray()
+
+
+@pytest.fixture(scope="module")
+def no_ray(own_ray: None) -> Iterator[None]:
+    """No Ray up to the last test of the file: to start it again after each takes many seconds."""
+    ray.shutdown()
+    yield
+    start_ray()

@@ -201,7 +201,7 @@ from pipeline.prepare.prompts import ERROR
 from pipeline.input.rows import from_ipc
 from pipeline.runtime.quarantine import Quarantine
 from pipeline.storage.folder import LocalFolder
-stage.DEADLINE_SECONDS = 0.5  # a process that hangs computes until then
+stage.DEADLINE_SECONDS = 0.2  # a process that hangs computes until then
 forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 template = "{{ q }}{% if q == 'bad' %}" + forever + "{% endif %}"
 given = pickle.loads(Path(sys.argv[2], "given").read_bytes())

@@ -154,11 +154,6 @@ def test_log_levels_are_given_back_when_the_last_job_ends(own_ray: None) -> None
         logger.setLevel(before)
 
 
-@pytest.fixture
-def no_ray(ray_to_be_left: None) -> None:
-    ray.shutdown()
-
-
 def processes(session: int) -> list[psutil.Process]:
     """The living processes of a session."""
     return [
