@@ -90,6 +90,19 @@ def test_a_damaged_line_is_its_rows_error(tmp_path: Path, checkpoint: Path) -> N
     assert others == [row for number, row in enumerate(rows) if number not in (4, 9)]
 
 
+def test_a_deep_tree_of_comments_costs_its_row_only(tmp_path: Path, checkpoint: Path) -> None:
+    def tree(depth: int) -> dict[str, Any]:
+        return {"text": "x", "replies": [tree(depth - 1)] if depth else []}
+
+    path = tmp_path / "in.jsonl"
+    write_values(path, [{**row, "tree": tree(40 if row is ROWS[7] else 12)} for row in ROWS])
+    source = {"template": "{{ prompt }} {{ tree.replies | length }}"}
+    totals = run_in_process(config(path, tmp_path / "out", checkpoint, input=source, output={"keep": ["tree"]})).totals
+    rows = answered_rows(tmp_path / "out")
+    assert (totals.rows, totals.errors) == (len(ROWS), 1) and rows[7]["error"].startswith("column tree: ")
+    assert rows[6]["tree"]["replies"][0]["text"] == "x"
+
+
 def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, chat_checkpoint: Path) -> None:
     path = tmp_path / "in.jsonl"
     text = {"role": "user", "content": "alpha bravo"}
