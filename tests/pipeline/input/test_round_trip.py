@@ -109,4 +109,4 @@ def test_what_was_written_comes_back(
     assert len(found) == table.num_rows
     for row, (values, error) in zip(table.to_pylist(), found, strict=True):
         expected = {name: value or "" for name, value in row.items()} if format == "csv" else row
-        assert values == expected if error is None else list(row.values()) == list(row) and format == "csv"
+        assert values == expected if error is None else list(expected.values()) == list(row) and format == "csv"
