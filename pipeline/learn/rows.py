@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from actors.engine.errors import UserError
+from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.forms import normalized
 from pipeline.config.job import JobConfig
 from pipeline.input.files import Files, InputFile
@@ -25,7 +26,7 @@ SEED = 0  # random seed with which rows are drawn
 
 
 def check_scorable(config: JobConfig) -> None:
-    """Raise UserError for a job whose answers cannot be scored."""
+    """Raise UserError for a job whose answers cannot be scored, or not with `adapt.metric`."""
     if config.input.is_batch:
         raise UserError("input.format: openai_batch files cannot be scored; use a table of messages")
     unscored = {
@@ -41,6 +42,9 @@ def check_scorable(config: JobConfig) -> None:
                 f"{key}: only free text and the labels in choices can be scored; leave this key out, and add it to the "
                 "job file that adapt writes"
             )
+    metric = None if config.adapt is None else config.adapt.metric
+    if config.choices is not None and metric in (*OF_TEXTS, "fidelity"):
+        raise UserError(f"adapt.metric: {metric} is not a metric for labels; with choices, use exact_match")
 
 
 def draw(total: int, count: int) -> list[int]:

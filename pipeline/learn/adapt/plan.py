@@ -15,7 +15,7 @@ from actors.engine.model.file_digests import file_digest
 from actors.engine.model.speed_adapter import WEIGHTS
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.config.adapt import OF_TEXTS, AdaptConfig
+from pipeline.config.adapt import AdaptConfig
 from pipeline.config.job import JobConfig
 from pipeline.input.files import InputFile, list_files
 from pipeline.learn.adapt.record import StageRecord
@@ -118,8 +118,6 @@ def _check_job(config: JobConfig, options: AdaptConfig) -> None:
     check_scorable(config)
     if config.choices is not None and options.responses is not None:
         raise UserError("adapt.responses: works only for free text; leave it out, or leave choices out")
-    if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
-        raise UserError(f"adapt.metric: {options.metric} is not a metric for labels; with choices, use exact_match")
     if config.model.speed_adapter is not None:
         raise UserError("model.speed_adapter: adapt needs model.path without a speed adapter; leave this key out")
 

@@ -25,6 +25,7 @@ from actors.generator import Generator
 from actors.settings import EngineSettings
 from pipeline.answer.answer_checks import warnings_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch
+from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.learn.score.lines import Evaluation, Line, Scores
 from pipeline.learn.score.metrics import default_metric, is_label, paired_scores
@@ -63,12 +64,17 @@ def score(
         runs: How often each line is timed.
 
     Raises:
-        UserError: there are fewer than two rows, or another model has another tokenizer, before a model is loaded; or a
-            row cannot be answered.
+        UserError: there are fewer than two rows, `metric` is for texts but the references are labels, or another model
+            has another tokenizer, all before a model is loaded; or a row cannot be answered.
     """
     others = others or {}
     if len(prompts) < 2:
         raise UserError(f"{counted(len(prompts), 'row')} to score, but intervals need 2 or more; add rows")
+    labels = config.choices is not None or (
+        references is not None and all(is_label(text) for row in references for text in row)
+    )
+    if labels and metric in OF_TEXTS:
+        raise UserError(f"adapt.metric: {metric} is not a metric for labels (single words); use exact_match")
     for name, folder in others.items():
         if load_tokenizer(folder).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
             raise UserError(f"{name}: {folder} has another tokenizer than {config.model.path}")
@@ -86,9 +92,6 @@ def score(
     timed = time_in_turn(lines, prompts, runs)
     announce(f"scoring {len(lines)} lines of {len(prompts):,} answers")
     answers = {name: run.answers for name, run in timed.items()}
-    labels = config.choices is not None or (
-        references is not None and all(is_label(text) for row in references for text in row)
-    )
     lengths = [len(answer.token_ids or ()) for answer in answers[full_depth]]
     metric = metric or default_metric(references, lengths, choices=config.choices is not None)
     chance = {CHANCE: by_chance(answers[full_depth], labels=metric in ("exact_match", "agreement_exact"))}
