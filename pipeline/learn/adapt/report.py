@@ -79,7 +79,7 @@ def too_tight(adapted: Adapted) -> str:
         metric = chance_metric(adapted.metric, adapted.chance)
         return (
             f"every speed-up is useless: none has a higher {metric} than chance. No job file is written; "
-            "raise adapt.rows or training.epochs"
+            "raise adapt.rows or adapt.training.epochs"
         )
     score = closest.scores[adapted.metric]
     least = math.ceil(1000 * score.loss_high) / 1000  # rounded up, so that this speed is within the tolerance

@@ -48,7 +48,7 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: in
     if row_bytes(length) > generator.settings.cache_bytes:
         raise UserError(
             f"{longest.source}: row {longest.row}: needs {row_bytes(length)} bytes of cache at full depth, "
-            f"but cache_bytes is {generator.settings.cache_bytes}; raise cache_bytes"
+            f"but actors.cache_bytes is {generator.settings.cache_bytes}; raise it"
         )
     fitting = generator.settings.cache_bytes // max(1, row_bytes(shortest))  # 0 bytes if answers have only one token
     return max(1, min(generator.settings.max_batch, fitting))
@@ -69,7 +69,8 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt], 
         raise UserError(f"{prompts[bad.row].source}: row {prompts[bad.row].row}: {bad.error}")
     stats = scheduled.take_stats()
     if stats.out_of_memory:  # batches without enough memory were split, so their times cannot be compared
-        raise UserError(f"memory ran out {counted(stats.out_of_memory, 'time')}, so times are wrong: lower max_batch")
+        times = counted(stats.out_of_memory, "time")
+        raise UserError(f"memory ran out {times}, so the measured times are wrong: lower actors.max_batch")
     return TimedRun(answers, stats, [seconds], [stats.decode_seconds])
 
 

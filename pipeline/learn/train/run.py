@@ -74,7 +74,7 @@ def train(start: Path, recipe: Recipe, rows: Sequence[Pair], dev: Sequence[Pair]
     harmed = harm(first, kept if kept["step"] > 0 else last)
     if not math.isfinite(last[LOSS]):
         reason = f"the training stopped at step {last['step']}: its dev-set loss is {last[LOSS]}"
-        harmed.insert(0, f"{reason}; lower training.learning_rate")
+        harmed.insert(0, f"{reason}; lower adapt.training.learning_rate")
     for line in harmed:
         log.warning("%s", line)
 
