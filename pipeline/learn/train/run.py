@@ -30,7 +30,7 @@ from actors.engine.machine import set_threads
 from actors.engine.model.families import ModelShape
 from actors.engine.model.file_digests import file_digest
 from actors.engine.model.loading import load_decoder, load_model
-from actors.engine.model.speed_adapter import WEIGHTS, base_digest
+from actors.engine.model.speed_adapter import CONFIG, WEIGHTS, base_digest
 from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.file import Trained, save_spec
 from actors.engine.torch import packed_attention
@@ -60,7 +60,8 @@ def train(start: Path, recipe: Recipe, rows: Sequence[Pair], dev: Sequence[Pair]
         dev: Pairs on which the loss of each schedule is measured, to find the best step.
 
     Raises:
-        UserError: `output` holds a saved step of a training that differs in more than `FREE`.
+        UserError: `output` holds a saved step of a training that differs in more than `FREE`, or a checkpoint or an
+            adapter that no training wrote.
     """
     began, state = time.monotonic(), output / STATE
     _begin(state, _identity(start, recipe, rows, dev))
@@ -129,15 +130,23 @@ def _identity(start: Path, recipe: Recipe, rows: Sequence[Pair], dev: Sequence[P
 
 
 def _begin(state: Path, identity: str) -> None:
-    """Create the folder `state` and record the digest of the recipe. Raise UserError if it holds another training."""
-    recorded = state / IDENTITY
+    """Create the folder `state` and record the digest of the recipe.
+
+    Raises UserError if `state` holds another training, or its parent a checkpoint or adapter that no training wrote.
+    """
+    recorded, output = state / IDENTITY, state.parent
     if (state / STATE_FILE).exists():
         if not recorded.exists() or recorded.read_text() != identity:
             raise UserError(f"{state}: holds a training with another recipe or other rows; remove this folder")
         return
+    is_own = recorded.exists() or (output / RECORD).exists()
+    if not is_own and any((output / name).exists() for name in ("config.json", CONFIG)):
+        raise UserError(
+            f"{output}: holds a checkpoint or adapter, but no {RECORD}; move it away, or choose another folder"
+        )
     state.mkdir(parents=True, exist_ok=True)
-    (state.parent / RECORD).unlink(missing_ok=True)  # of an earlier training, whose `_training` was removed
     recorded.write_text(identity)
+    (output / RECORD).unlink(missing_ok=True)  # of an earlier training, whose `_training` was removed
 
 
 def harm(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:

@@ -129,9 +129,15 @@ def test_weights_are_saved_in_the_type_asked_for(small: Small, tmp_path: Path) -
         assert json.loads((output / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_a_file_beside_the_results_stays(small: Small) -> None:
+def test_files_of_the_user_in_the_output_stay(small: Small) -> None:
     small.output.mkdir()
     (small.output / "notes.txt").write_text("mine")
+    for name in ("config.json", "adapter_config.json"):
+        (small.output / name).write_text("mine")
+        with pytest.raises(UserError, match=r"holds a checkpoint or adapter, but no tune\.json"):
+            small.train(max_steps=1)
+        assert (small.output / name).read_text() == "mine"
+        (small.output / name).unlink()
     small.train(max_steps=1)
     assert (small.output / "notes.txt").read_text() == "mine"
 
