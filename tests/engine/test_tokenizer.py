@@ -123,6 +123,18 @@ def test_a_checkpoint_without_the_file_is_loaded_by_its_class(tmp_path: Path) ->
         load_tokenizer(folder)
 
 
+def test_code_of_a_checkpoint_is_not_run_even_if_a_user_would_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    folder = folder_of(tmp_path / "a", FILES["gpt2"], "llama", **own)
+    (folder / "tokenizer.json").unlink()
+    (folder / "own.py").write_text("raise SystemExit")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(UserError, match="custom code"):
+        load_tokenizer(folder)
+
+
 def test_a_difference_to_other_programs_is_known(tmp_path: Path) -> None:
     right = folder_of(tmp_path / "a", FILES["digits"], "llama", tokenizer_class="TokenizersBackend")
     assert difference(right) is None

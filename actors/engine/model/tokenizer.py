@@ -30,7 +30,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     has_file = (Path(path) / TOKENIZER).is_file()
     loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
     try:
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         if has_file and tokenizer.eos_token is None:
             _name_tokens(tokenizer, Path(path))
         tokenizer("a")  # some damaged files raise an error only here
