@@ -90,19 +90,22 @@ class _Flight:
 def halving(step: Callable[[Loop], None]) -> Callable[[Loop], None]:
     """Return `step` with this addition: if memory runs out, the run's unfinished rows wait for a run of half the size.
 
-    Any other error ends the call that runs.
+    Any other error ends the call that runs. A run and a call whose rows have all ended are ended too.
     """
 
     def halved(loop: Loop) -> None:
+        has_memory = True
         try:
             step(loop)
-            return
         except BaseException as error:
             is_memory = isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
             if loop._flight is None or not is_memory:
                 loop._abandon(error)
                 raise
-        loop._run_again()  # not inside the except clause, where the error's traceback keeps tensors alive
+            has_memory = False
+        if not has_memory:  # not inside the except clause, where the error's traceback keeps tensors alive
+            loop._run_again()
+        loop._end()  # not inside the try: an error after the call has ended must not end the next call
 
     return update_wrapper(halved, step)
 
@@ -172,20 +175,11 @@ class Loop:
     @halving
     def step(self) -> None:
         """Prefill waiting rows or run a decode step. Call this only while a call has not ended."""
-        flight, rows = self._schedule()
-        ended = self._admit(flight, rows) if rows else self._decode(flight)
-        self._record(flight, ended)
-
-    def _schedule(self) -> tuple[_Flight, list[int]]:
-        """Return the run in flight, and its rows to prefill now; no rows: run a decode step."""
         flight = self._flight or self._open()
-        return flight, flight.next_rows()
-
-    def _record(self, flight: _Flight, ended: Ended) -> None:
-        """Keep the completions of the rows that ended."""
+        rows = flight.next_rows()
+        ended = self._admit(flight, rows) if rows else self._decode(flight)
         for ticket, completion in ended:
             flight.call.completions[flight.tickets.pop(ticket)] = completion
-        self._end()
 
     def _open(self) -> _Flight:
         """Open the engine's slots for the next run."""
@@ -251,7 +245,6 @@ class Loop:
         else:
             call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(*shape))
             call.runs += smaller(replace(run, rows=left))[::-1]
-        self._end()
 
     def _abandon(self, error: BaseException) -> None:
         """Set `error` on the call that runs, and end it."""

@@ -32,7 +32,7 @@ from actors.engine.cpu.executor import StackDecoder, fastest_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import free_memory, is_out_of_memory
-from actors.engine.loop import SCHEDULERS
+from actors.engine.loop import SCHEDULERS, Call, Loop
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, SamplingParams
 
@@ -313,6 +313,21 @@ def test_other_errors_are_not_swallowed(llama: Decoder, monkeypatch: pytest.Monk
     monkeypatch.setattr(llama, "prefill", broken)
     with pytest.raises(RuntimeError, match="shape mismatch"):
         generate(Engine(llama, SCHEDULE, STOP), requests(3, 1), budget_bytes=2**40, max_rows=8)
+
+
+def test_an_interrupt_after_a_call_has_ended_leaves_the_next_call(
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(call: Call) -> None:
+        raise KeyboardInterrupt
+
+    loop = Loop(Engine(llama, SCHEDULE, STOP), budget_bytes=2**40, max_rows=8)
+    first, second = (loop.add(requests(2, seed)) for seed in (1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_count", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.finish(first)
+    assert len(loop.finish(second)) == 2
 
 
 def test_the_hosts_own_allocator_says_so() -> None:
