@@ -155,7 +155,7 @@ def test_answers_are_those_of_the_full_check(
     pair: list[Generator], checks: dict[OutputFormat, Rematch], scheduler: str, speed: int
 ) -> None:
     generator = pair[speed]
-    generator.scheduler = scheduler
+    generator.calls.scheduler = scheduler
     rows = prompts(generator)
     rows = [
         Prompt(rows[number % 5].ids, "f", number, sampling=sampling, output_format=form)

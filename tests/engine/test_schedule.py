@@ -155,6 +155,11 @@ def test_refusals_name_the_position(spec: ScheduleSpec, message: str) -> None:
         ScheduleSpec().overridden(spec.to_dict()).build(6)
 
 
+def test_a_schedule_of_a_program_is_checked() -> None:
+    with pytest.raises(ValueError, match="prompt = 'half'"):
+        Schedule(2, (2,), (0, 1), prompt="half")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -39,9 +39,7 @@ class Schedule:
     depths: tuple[int, ...]  # depths d(0), d(1), ... of the first positions; later positions have the last depth
     keep_order: tuple[int, ...]  # layer order, a permutation of the layers; depth d runs the first d layers in it
     warmup: int = 1  # number of lowest layers that always run; depth d includes them
-    prompt: PromptPolicy = (
-        "full"  # prompt policy: ``full`` runs every layer over the prompt, ``first`` only the layers of d(0)
-    )
+    prompt: PromptPolicy = "full"  # layers for the prompt; ``full``: every layer, ``first``: the layers of d(0)
     speedup: float | None = None  # nominal speed-up from which the schedule was made; for information only
 
     def __post_init__(self) -> None:
@@ -50,6 +48,8 @@ class Schedule:
             raise UserError(f"num_layers = {layers}: must be at least 1")
         if not 0 <= self.warmup <= layers:
             raise UserError(f"warmup = {self.warmup}: must lie in [0, {layers}]")
+        if self.prompt not in PROMPT_POLICIES:  # programs may pass a schedule of their own to `EngineSettings`
+            raise UserError(f"prompt = {self.prompt!r}: must be one of {', '.join(PROMPT_POLICIES)}")
         if not self.depths:
             raise UserError("depths is empty: give at least one depth")
         lowest = max(self.warmup, 1)
