@@ -353,7 +353,7 @@ def _rows(name: str, kind: str, config: JobConfig, adapter: Path, ceilings: Ceil
             schedule = checkpoint.schedule({"speedup": values["nominal"]} | unadapted_schedule(kind, adapter))
             work = least(lengths, schedule, shape, ceilings, item, values["batch"])
         stated = _stated(name, answers["texts"][values["name"]])
-        full = rows[0] if rows else None  # evaluate's first line is 1x
+        full = rows[0] if rows else None  # the first line is 1x
         rows.append(Row(kind if values["nominal"] is not None else "dense", values, work, stated, full))
     return rows[1:] if again else rows
 

@@ -4,8 +4,8 @@ A row ends as soon as only one label is possible, because the label's remaining 
 prefix of another label, any of the model's end tokens chooses the shorter label: a chat model may end its turn with
 another token than the tokenizer's EOS.
 
-A label's share of the probability of all labels would need the tokens at which labels do not part, and the ends. One
-pass over the trie of Banking77's 77 labels (305 tokens) took more than twice the time of the labelling job itself.
+A label's share of the probability of all labels is not computed, because every token of every label, and its end, would
+need a forward pass. For Banking77's 77 labels (305 tokens) that took more than twice the time of the labelling job.
 """
 
 from __future__ import annotations
