@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def evaluate(config: JobConfig, speedups: Sequence[float] = (), others: Mapping[
     check_columns(config)
     files, schema = layout(config, list_files(config.input.path, config.storage, config.input.format))
     model = resolve_checkpoint(config.model, config.storage)
-    spec = prompt_spec(config, model, 0.0)
+    spec = prompt_spec(config, model, time.time())  # a chat template may write the date
     check_spec(spec)
     changes = {key: value for key, value in config.schedule.changes().items() if key not in DEPTH_KEYS}
     stored = model.checkpoint.spec or ScheduleSpec()

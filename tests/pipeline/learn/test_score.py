@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
+from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import plan_batches
 from actors.engine.types import EngineStats
@@ -159,6 +160,19 @@ def test_rows_that_cannot_be_scored_are_left_out_with_a_warning(
         "2 of 4 rows are left out",
         "1 of 4 rows are left out",
     ]
+
+
+def test_a_chat_template_writes_the_date_of_today(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = shutil.copytree(job["model"]["path"], tmp_path / "chat"), list[Prompt]()
+    date = "{{ 'echo' if strftime_now('%Y') > '2000' else 'delta' }}"  # the tokenizer knows no digits
+    template = date + "{% for one in messages %} {{ one.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("pipeline.learn.evaluate.score", lambda *given, **_: asked.extend(given[3]))
+    scored({**job, "input": {**job["input"], "chat": True}, "model": {"path": str(folder), "dtype": "float32"}})
+    texts = [load_tokenizer(folder).decode(one.ids).strip() for one in asked]
+    assert len(texts) == 4 and all(text.startswith("echo alpha") for text in texts), texts
 
 
 def test_speeds_keep_what_the_checkpoint_says() -> None:
