@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import io
 import os
@@ -93,14 +94,17 @@ def list_files(
             found, nothing = _named(path, fs, inside, given)
         except UserError:
             raise
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if may_be_empty and not is_local:
-                return {}
-            if is_local and os.path.islink(error.filename or ""):
-                raise UserError(f"{error.filename}: broken link; restore the file there, or remove the link") from None
-            raise UserError(f"{path}: no such file or folder{where_sought(path)}") from None
         except (PermissionError, NoSuchBucket, ValueError) as error:
             raise UserError(f"{path}: cannot be listed: {flat(error)}") from None
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            if may_be_empty and not is_local and is_missing:
+                return {}
+            if is_local and (is_missing or error.errno == errno.ELOOP) and os.path.islink(error.filename or ""):
+                raise UserError(f"{error.filename}: broken link; restore the file there, or remove the link") from None
+            if not is_missing:
+                raise
+            raise UserError(f"{path}: no such file or folder{where_sought(path)}") from None
         if not found and not may_be_empty:
             raise UserError(nothing)
         for name in found:

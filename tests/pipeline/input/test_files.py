@@ -238,6 +238,8 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
     for path in (data, data / "*.parquet", data / "b.parquet"):
         assert refusal([str(path)]).startswith(f"{data}/b.parquet: broken link; ")
     assert list(list_files([f"{data}/a*"], LOCAL)) == [f"{data}/a.parquet"]
+    (tmp_path / "blobs" / "1234").symlink_to("1234")
+    assert refusal([str(data)]).startswith(f"{data}/b.parquet: broken link; ")
 
 
 @pytest.mark.parametrize("store", ["local", "s3"])
