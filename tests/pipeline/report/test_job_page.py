@@ -65,7 +65,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     texts = {
         "node": plain,
         "device": LINK,
-        "error_kinds": json.dumps([[HOSTILE, 2, HOSTILE, LINK + HOSTILE]]),
+        "error_kinds": json.dumps([[HOSTILE, 2, HOSTILE, LINK + HOSTILE], ["", 3, "", ""]]),
         "label_counts": json.dumps({HOSTILE: 3}),
         "common_answers": json.dumps({HOSTILE: 5}),
         "prompt_ends": json.dumps([HOSTILE]),
@@ -125,6 +125,7 @@ def test_the_page_tells_the_figures(hostile: bytes) -> None:
         "1 run took 40.0 s: 0.5 rows/s",
         "cost: 80.0 device-seconds (32.0 at work) and money 0.2;",
         "part-000003.parquet",
+        " 12 of other kinds ",
     ):
         assert part in text, part
     assert "a kept column" not in text  # what the model read is shown, not a column with its name
