@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.engine.errors import UserError
 
-TRIAL, _SECOND = "Qx7Zk", "Jw4Vf"  # a rendering with these has the messages' texts; templates may cut longer ones
+TRIAL, _SECOND = "Qx7Zk", "Jw4Vf"  # texts of trial messages; short, because templates may cut long texts
 _WHOLE = "ALL_OF_THE_PART"  # in a rendering, shows that the template prints a whole list of parts instead of its texts
 _QUESTION = {"role": "user", "content": "?"}
 # role -> messages before and after a message of this role in a trial; the user's form is found first

@@ -69,7 +69,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def difference(folder: Path) -> str | None:
-    """Return in what AutoTokenizer, which other programs use, differs from tokenizer.json; None if they agree.
+    """Describe how the AutoTokenizer of other programs differs from tokenizer.json; return None if they agree.
 
     Token ids of a few texts are compared. A folder without a tokenizer.json has no difference.
     """
