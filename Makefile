@@ -6,7 +6,7 @@ PROCESSES = $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults soak clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -119,10 +119,6 @@ bench-scale: .venv/installed-dev
 SYSTEMS ?= this project
 faults: .venv/installed-dev $(if $(filter all,$(SYSTEMS)),peers-faults)
 	.venv/bin/python tests/benchmarks/faults/faults.py --systems "$(SYSTEMS)" $(OPTIONS)
-
-# At least 30 kills of each kind; OPTIONS="--store moto --minutes 20" and so on.
-soak: .venv/installed-dev
-	.venv/bin/python tests/soak.py $(OPTIONS)
 
 # The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository; dense and orders
 # train for half an hour to two hours.

@@ -6,8 +6,6 @@ import faulthandler
 import hashlib
 import io
 import signal
-import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -19,10 +17,8 @@ from types import FrameType
 import pyarrow as pa
 import pyarrow.parquet as pq
 from in_process import job_config
-from slow_stages import Slowness, slowed
 from tiny_checkpoint import tiny_checkpoint
 
-from pipeline import job as jobs
 from pipeline.commit.sink import PART
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.storage.folder import Folder, open_folder
@@ -103,30 +99,6 @@ class Bench:
 
     def output(self, job: JobConfig) -> Folder:
         return open_folder(job.output.path, job.storage)
-
-    def learn(self) -> None:
-        """Run an undisturbed job on this process's Ray; keep its parts and the seconds until the first."""
-        job = self.job()
-        began, first = time.monotonic(), 0.0
-        done = threading.Event()
-
-        def watch() -> None:
-            nonlocal first
-            while not parts(self.output(job)) and not done.wait(0.1):
-                pass
-            first = time.monotonic() - began
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            with slowed(Slowness()), time_limit(TRIAL_SECONDS):
-                jobs.run(job)
-        finally:
-            done.set()
-            watcher.join()
-        self.start_seconds = first
-        self.undisturbed = digests(self.output(job))
-        assert len(self.undisturbed) == SHARDS
 
     def look(self, job: JobConfig, trial: Trial) -> Trial:
         """The trial, completed by what its output holds."""

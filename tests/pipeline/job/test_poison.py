@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -109,23 +106,7 @@ def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
     assert len(loads.read_text().splitlines()) == 1
 
 
-SOAK = Path(__file__).parents[2] / "soak.py"
 QUICK = ("kill", "poison", "twice")  # the others: make test-slow
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_every_row_is_answered_once_though_a_prepare_worker_is_killed() -> None:
-    """In a process of its own, because it starts Ray. A kill that hits no process is tried again."""
-    done = subprocess.run(
-        [sys.executable, str(SOAK), "--faults", "prepare", "--trials", "1", "--minutes", "5", "--seed", "7"],
-        capture_output=True,
-        text=True,
-        timeout=HANGING_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])["faults"]["prepare"]
-    assert (row["trials"], row["rows lost"], row["rows repeated"], row["parts identical"]) == (1, 0, 0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +137,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(folder, str(folder / "outputs"), StorageConfig())
 
 
-def test_every_row_is_answered_once_though_an_actor_is_killed(own_ray: None, bench: Bench) -> None:
+@pytest.mark.parametrize("stage", ["actor", pytest.param("prepare", marks=pytest.mark.slow)])
+def test_every_row_is_answered_once_though_a_worker_is_killed(own_ray: None, bench: Bench, stage: str) -> None:
     job = bench.job()
     run_in_process(job)
     bench.undisturbed = digests(bench.output(job))
     for seed in (11, 5, 2):  # after 1, 2 and 6 of 12 parts; a kill that comes before or after the job does not count
-        trial = kill_worker(bench, "actor", seed)
+        trial = kill_worker(bench, stage, seed)
         assert trial.passed, trial
         if trial.hit:
             return
-    pytest.fail("no kill hit an actor at work")
+    pytest.fail("no kill hit a worker")
 
 
 def test_what_a_consumer_loses_is_counted(tmp_path: Path) -> None:
