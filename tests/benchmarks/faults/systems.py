@@ -100,8 +100,8 @@ def stand_in(task: Task) -> type:
     from tokenizers import Tokenizer
 
     class StandIn(FakeGenerator):
-        def __init__(self, checkpoint: str, **settings: Any) -> None:
-            self.tokenizer = Tokenizer.from_file(f"{checkpoint}/tokenizer.json")
+        def __init__(self, settings: Any) -> None:
+            self.tokenizer = Tokenizer.from_file(f"{settings.checkpoint}/tokenizer.json")
 
         def run(self, work: Any) -> None:
             left = [row for row, prompt in enumerate(work.prompts) if prompt.error is None]
