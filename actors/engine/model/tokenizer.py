@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+PLAIN_TYPE = "deepseek_v3"  # a model type whose folders AutoTokenizer reads by tokenizer.json alone
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 # texts for `difference`: classes of transformers cut digits, spaces, line ends and scripts in different ways
 TEXTS = ("x  5 12345\n\n| 7 |  1987 |\r\n\tend ", "I'LL can't", "Grüße, 日本語 العربية हिन्दी", "👩‍👩‍👧 ok👍🏽")
@@ -60,12 +62,12 @@ def _name_tokens(tokenizer: Any, folder: Path) -> None:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer into a folder of its own, from which AutoTokenizer reads it without a class's own rule.
+    """Write a tokenizer into a folder of its own, from which AutoTokenizer and vLLM read it without a class's own rule.
 
-    For a folder with a model's config.json, the model type may decide, so config.json has none.
+    vLLM needs a config.json with a model type. A type may decide the rule; `PLAIN_TYPE` decides none.
     """
     tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"model_type": PLAIN_TYPE, "architectures": ["none"]}))
 
 
 def difference(folder: Path) -> str | None:
