@@ -67,7 +67,8 @@ class RemoteCoordinator:
             return run
         job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
         starting = actors(job_id=job, actor_state_name="PENDING_CREATION").values()
-        return replace(run, loading=sum(bool(one["Pid"]) for one in starting))
+        own = (one for one in starting if one["ActorClassName"].startswith("MapWorker("))  # Ray Data starts others too
+        return replace(run, loading=sum(bool(one["Pid"]) for one in own))
 
 
 class RayWorker(Worker):

@@ -97,7 +97,9 @@ def test_a_machine_without_a_gpu_is_refused_before_ray_starts_and_without_advice
 
 
 def test_actors_that_have_a_process_but_have_not_reported_are_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, pending = Mock(), {"a": {"Pid": 7}, "b": {"Pid": 0}}
+    own, of_ray = "MapWorker(MapBatches(ShardGenerator))", "_StatsActor"  # Ray Data's own actors load no model
+    named = {"a": (own, 7), "b": (own, 0), "c": (of_ray, 8)}
+    handle, pending = Mock(), {key: {"ActorClassName": name, "Pid": pid} for key, (name, pid) in named.items()}
     monkeypatch.setattr(remote.ray, "get", lambda reference, timeout: handle.progress)
     monkeypatch.setattr(remote.ray, "get_runtime_context", lambda: Mock(**{"get_job_id.return_value": "01000000"}))
     monkeypatch.setattr(remote, "actors", lambda **filters: pending)
