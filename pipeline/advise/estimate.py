@@ -34,7 +34,7 @@ from pipeline.answer.stage import prompts
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
-from pipeline.config.job import DEPTH_KEYS, JobConfig, StorageConfig
+from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import InputFile
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
@@ -224,7 +224,7 @@ def sample_places(shards: Sequence[Shard], rows: int = PREPARED_ROWS) -> list[Sh
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
     """Return speed -> schedule: the job's own speed, those of `OFFERED` that the training covers, then 1x."""
     checkpoint = job.checkpoint.checkpoint
-    kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
+    kept = job.config.schedule.without_depths()
     found = {job.schedule.name: job.schedule}
     for speed in OFFERED:
         try:

@@ -121,6 +121,10 @@ class ScheduleConfig(_Schedule):
         """Return those keys of a schedule that the file sets."""
         return self.model_dump(exclude_none=True, include=set(key_types()))
 
+    def without_depths(self) -> dict[str, Any]:
+        """Return `changes` but for `DEPTH_KEYS`: what schedules of one job have in common at all speeds."""
+        return {key: value for key, value in self.changes().items() if key not in DEPTH_KEYS}
+
 
 class RunScheduleConfig(ScheduleConfig):
     """The schedule of a job or of a server."""

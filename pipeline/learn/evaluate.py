@@ -12,7 +12,7 @@ from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.forms import normalized
-from pipeline.config.job import DEPTH_KEYS, JobConfig
+from pipeline.config.job import JobConfig
 from pipeline.input.files import list_files
 from pipeline.learn.rows import check_scorable, draw, layout, prompt_ids, read_sample, usable_references
 from pipeline.learn.score.lines import Evaluation
@@ -50,7 +50,7 @@ def evaluate(config: JobConfig, speedups: Sequence[float] = (), others: Mapping[
     model = resolve_checkpoint(config.model, config.storage)
     spec = prompt_spec(config, model, time.time())  # a chat template may write the date
     check_spec(spec)
-    changes = {key: value for key, value in config.schedule.changes().items() if key not in DEPTH_KEYS}
+    changes = config.schedule.without_depths()
     stored = model.checkpoint.spec or ScheduleSpec()
     found = variants(stored.overridden(changes), sorted({1.0, *(speedups or options.speedups)}))
     for variant in found:

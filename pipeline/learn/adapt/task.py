@@ -107,8 +107,7 @@ def spec_to_train(config: JobConfig, stored: ScheduleSpec | None) -> ScheduleSpe
     measured. Raises UserError if the job changes a key that adapt cannot train for.
     """
     start = stored or ScheduleSpec(keep_order=MEASURED)
-    changes = {key: value for key, value in config.schedule.changes().items() if key not in DEPTH_KEYS}
-    spec = start.overridden(changes)
+    spec = start.overridden(config.schedule.without_depths())
     for key, decay in NOT_TRAINED_FOR.items():
         if spec.decay == decay and getattr(spec, key) != getattr(start, key):
             raise UserError(f"schedule.{key}: adapt can only train for {getattr(start, key)}; leave this key out")
