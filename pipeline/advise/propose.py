@@ -17,9 +17,8 @@ from pipeline.config.input import InputFormat
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
 from pipeline.input.files import file_format, list_files
-from pipeline.input.rows import path_values, read_layout
+from pipeline.input.rows import path_values, read_all_columns
 from pipeline.input.schema import is_text, plain
-from pipeline.input.text_files import TextColumns
 from pipeline.messages import listed, printable
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
@@ -101,11 +100,8 @@ def read_columns(path: str, storage: StorageConfig) -> tuple[InputFormat | None,
     if not files:
         raise refusals[0]
     url, (size, version) = next(iter(files.items()))
-    names: list[str] = [""]  # a name that no column has; the first pass finds the names, the second one the types
-    for _ in range(2):
-        _, schema = read_layout(url, size, version, storage, file_format(url, given), TextColumns(names), ROWS)
-        names = schema.names
-    of_path = [pa.field(name, pa.string()) for name in path_values(url) if name not in names]
+    _, schema = read_all_columns(url, size, version, storage, file_format(url, given), ROWS)
+    of_path = [pa.field(name, pa.string()) for name in path_values(url) if name not in schema.names]
     return given, pa.schema([*schema, *of_path])
 
 

@@ -45,6 +45,15 @@ def read_layout(
         raise UserError(f"{url}: cannot be read: {flat(error)}") from None
 
 
+def read_all_columns(
+    url: str, size: int, version: str, storage: StorageConfig, kind: str, limit: int
+) -> tuple[InputFile, pa.Schema]:
+    """Return a file's layout with all columns of its first `limit` rows. For arguments and errors see `read_layout`."""
+    # a name that no column has; the first pass finds the names of a text file's columns, the second one their types
+    _, schema = read_layout(url, size, version, storage, kind, TextColumns([""]), limit)
+    return read_layout(url, size, version, storage, kind, TextColumns(schema.names), limit)
+
+
 def read_shards(
     files: Sequence[InputFile], shards: Iterable[Shard], schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[tuple[Shard, pa.Table]]:

@@ -11,10 +11,9 @@ from actors.engine.errors import UserError
 from pipeline.config.forms import normalized
 from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
-from pipeline.input.rows import common_schema, path_values, read_layout, read_shards
+from pipeline.input.rows import common_schema, path_values, read_all_columns, read_shards
 from pipeline.input.schema import ERROR
 from pipeline.input.shards import cut_shards
-from pipeline.input.text_files import TextColumns
 
 ROWS, SAMPLE_BYTES = 200, 2**26  # maximum rows and bytes to read
 ANSWERS = (  # usual names of columns with true answers
@@ -25,11 +24,8 @@ ANSWERS = (  # usual names of columns with true answers
 
 def first_rows(file: InputFile, storage: StorageConfig) -> dict[str, list[Any]]:
     """Return column name -> values in a file's first rows. Raises UserError if none of these rows can be read."""
-    names: list[str] = [""]  # a name that no column has; the first pass finds the names, the second one the types
-    for _ in range(2):
-        found, schema = read_layout(file.url, file.size, file.version, storage, file.format, TextColumns(names), ROWS)
-        names = schema.names
-    schema = common_schema([(found, schema)], list(dict.fromkeys([*path_values(file.url), *names])), storage)
+    found, schema = read_all_columns(file.url, file.size, file.version, storage, file.format, ROWS)
+    schema = common_schema([(found, schema)], list(dict.fromkeys([*path_values(file.url), *schema.names])), storage)
     shards = cut_shards([found], ROWS, SAMPLE_BYTES)[:1]
     tables = [table.filter(pc.field(ERROR).is_null()) for _, table in read_shards([found], shards, schema, storage)]
     if not tables or not tables[0].num_rows:
