@@ -22,7 +22,6 @@ from actors.engine.machine import process_memory
 from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.generator import Generator
-from actors.settings import EngineSettings
 from pipeline.answer.answer_checks import warnings_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch
 from pipeline.config.adapt import OF_TEXTS
@@ -30,7 +29,7 @@ from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.learn.score.lines import Evaluation, Line, Scores
 from pipeline.learn.score.metrics import default_metric, is_label, paired_scores
 from pipeline.learn.score.statistics import by_chance, line_statistics
-from pipeline.learn.score.timing import GREEDY, TimedRun, clock_speedup, common_batch, time_in_turn
+from pipeline.learn.score.timing import TimedRun, clock_speedup, common_batch, greedy_settings, time_in_turn
 from pipeline.learn.speeds import Variant
 from pipeline.messages import counted
 from pipeline.prepare.tokenizer import tokenize_labels
@@ -143,20 +142,15 @@ def _load(config: JobConfig, folder: Path, model: ModelConfig, adapter: Path | N
     """
     actors = config.actors
     device = "cpu" if model.device == "auto" and not (actors.gpus and torch.cuda.is_available()) else model.device
-    settings = EngineSettings(
-        str(folder),
-        speed_adapter=None if adapter is None else str(adapter),
+    settings = greedy_settings(
+        config,
+        folder,
+        adapter,
         # the adapter is merged only if the model is loaded with a schedule that skips layers
         schedule={"speedup": 1.0} if adapter is None else {"depths": (1,), "warmup": 0, "keep_order": "early_exit"},
-        unadapted=True,
-        sampling={**config.sampling.model_dump(exclude={"seed"}), **GREEDY},
-        choices=config.choices,
-        dtype=model.dtype,
         weights=model.weights,
         device=device,
-        threads=actors.threads,
         cache_bytes=actors.cache_bytes or (min(2**30, process_memory() // 4) if device == "cpu" else 8 * 2**30),
-        max_batch=config.rows_in_flight,
     )
     generator = Generator(settings)
     return generator.at(ScheduleSpec().build(generator.schedule.num_layers))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from actors.answers import Answer, Prompt
 from actors.engine.errors import UserError
@@ -21,6 +23,21 @@ from pipeline.messages import LEAST_TIMED, counted
 from pipeline.runtime.announce import RowProgress, announce
 
 GREEDY = {"temperature": 0.0, "n": 1, "logprobs": None}  # sampled answers differ even without a loss of quality
+
+
+def greedy_settings(config: JobConfig, folder: Path, adapter: Path | None, **own: Any) -> EngineSettings:
+    """Return settings that answer as the job does, but greedily and at any schedule. own: the caller's settings."""
+    return EngineSettings(
+        str(folder),
+        speed_adapter=None if adapter is None else str(adapter),
+        unadapted=True,
+        sampling={**config.sampling.model_dump(exclude={"seed"}), **GREEDY},
+        choices=config.choices,
+        dtype=config.model.dtype,
+        threads=config.actors.threads,
+        max_batch=config.rows_in_flight,
+        **own,
+    )
 
 
 @dataclass
@@ -112,21 +129,15 @@ def timed_in_vllm(
 
     vLLM loads the model again for most schedules, so lines do not take turns. Another model gets the times of 1x.
     """
-    actors, layers = config.actors, model.checkpoint.num_layers
-    schedules = {variant.name: variant.spec.build(layers) for variant in variants}
-    settings = EngineSettings(
-        str(fetch(model.source)),
-        speed_adapter=None if model.adapter is None else str(fetch(model.adapter)),
+    schedules = {variant.name: variant.spec.build(model.checkpoint.num_layers) for variant in variants}
+    settings = greedy_settings(
+        config,
+        fetch(model.source),
+        None if model.adapter is None else fetch(model.adapter),
         schedule=min(schedules.values(), key=lambda schedule: schedule.depths[-1]),
-        unadapted=True,
-        sampling={**config.sampling.model_dump(exclude={"seed"}), **GREEDY},
-        choices=config.choices,
-        dtype=config.model.dtype,
         device=config.model.device,
         vllm=config.model.vllm or {},
-        threads=actors.threads,
-        cache_bytes=actors.cache_bytes or 0,
-        max_batch=config.rows_in_flight,
+        cache_bytes=config.actors.cache_bytes or 0,
     )
     generator, timed = Generator(settings), dict[str, TimedRun]()
     for name, schedule in schedules.items():
