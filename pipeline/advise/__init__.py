@@ -1,1 +1,1 @@
-"""Answers questions before a job runs: what it costs, what it answers, how its file begins."""
+"""Helps before a job runs: writes its file, answers a few of its rows, and estimates its time and cost."""
