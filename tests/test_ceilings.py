@@ -24,9 +24,9 @@ def lines(paths: list[Path]) -> int:
 @pytest.mark.parametrize(
     ("folders", "ceiling"),
     [
-        (("pipeline", "actors"), 28_875),
+        (("pipeline", "actors"), 28890),
         (("actors/vllm",), 1_867),
-        (("tests",), 35_053),
+        (("tests",), 35_058),
     ],
 )
 def test_lines(folders: tuple[str, ...], ceiling: int) -> None:

@@ -123,11 +123,7 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
         return first
     if any(_is_lossy(*pair) or _is_lossy(*reversed(pair)) for pair in _leaves(first, second)):
         return None
-    if types.is_decimal(first) != types.is_decimal(second):  # give an integer a decimal type that holds all its digits
-        first, second = (
-            pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
-            for kind in (first, second)
-        )
+    first, second = _with_decimals(first, second), _with_decimals(second, first)
     if types.is_timestamp(first) and types.is_timestamp(second) and None not in (first.tz, second.tz):
         zone = first.tz if first.tz == second.tz else "UTC"
         first, second = (pa.timestamp(kind.unit, zone) for kind in (first, second))
@@ -137,6 +133,21 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return None
     return plain(both[0].field(0).type)
+
+
+def _with_decimals(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Give each integer for which `other` has a decimal, at any depth, a decimal type that holds all its digits."""
+    if types.is_integer(kind) and types.is_decimal(other):
+        return pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0)
+    if types.is_struct(kind) and types.is_struct(other):
+        others = {child.name: child.type for child in other}
+        return pa.struct([(child.name, _with_decimals(child.type, others.get(child.name, kind))) for child in kind])
+    if types.is_map(kind) and types.is_map(other):
+        pairs = ((kind.key_type, other.key_type), (kind.item_type, other.item_type))
+        return pa.map_(*(_with_decimals(*pair) for pair in pairs))
+    if _is_list(kind) and _is_list(other):
+        return rebuilt(kind, lambda child: _with_decimals(child, other.value_type))
+    return kind
 
 
 def _leaves(first: pa.DataType, second: pa.DataType) -> Iterator[tuple[pa.DataType, pa.DataType]]:
@@ -150,6 +161,10 @@ def _leaves(first: pa.DataType, second: pa.DataType) -> Iterator[tuple[pa.DataTy
             yield from _leaves(first.field(index).type, second.field(index).type)
     else:
         yield first, second
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _is_lossy(one: pa.DataType, other: pa.DataType) -> bool:

@@ -49,7 +49,12 @@ def bad_text(kind: pa.DataType = TEXTS[0]) -> pa.Array:
         (pa.date32(), pa.timestamp("s"), None),
         (pa.decimal128(5, 2), pa.float64(), None),
         (pa.decimal256(76, 0), pa.decimal128(5, 5), None),
-        (pa.list_(pa.int16()), pa.list_(pa.decimal128(7, 3)), pa.list_(pa.decimal128(7, 3))),
+        (pa.list_(pa.int16()), pa.large_list(pa.decimal128(7, 3)), pa.large_list(pa.decimal128(8, 3))),
+        (
+            pa.map_(pa.string(), pa.struct([("a", pa.uint8()), ("b", pa.int8())])),
+            pa.map_(pa.string(), pa.struct([("a", pa.decimal128(3, 2))])),
+            pa.map_(pa.string(), pa.struct([("a", pa.decimal128(5, 2)), ("b", pa.int8())])),
+        ),
         (pa.list_(pa.decimal128(7, 3)), pa.list_(pa.float64()), None),
         (pa.map_(pa.string(), pa.decimal128(5, 0)), pa.map_(pa.string(), pa.float32()), None),
         (STRUCT, pa.struct([("a", pa.string())]), None),
