@@ -25,8 +25,8 @@ def lines(paths: list[Path]) -> int:
     ("folders", "ceiling"),
     [
         (("pipeline", "actors"), 28890),
-        (("actors/vllm",), 1_867),
-        (("tests",), 35_058),
+        (("actors/vllm",), 1_868),
+        (("tests",), 35059),
     ],
 )
 def test_lines(folders: tuple[str, ...], ceiling: int) -> None:

@@ -32,6 +32,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
 
 from actors.engine.constraints.constraint import Constraint
 from actors.engine.constraints.grammar import Grammar
@@ -100,7 +101,7 @@ class LoadedModel:
         settings |= self._arguments.get("additional_config", {}).get(KEY, {})
         arguments = {"enforce_eager": not schedule.is_uniform, **self._arguments, "additional_config": {KEY: settings}}
         try:
-            self.vllm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            self.vllm = LLMEngine.from_engine_args(EngineArgs(**arguments), UsageContext.LLM_CLASS)  # as LLM's defaults
         except (ValueError, NotImplementedError) as error:
             if isinstance(error, UserError):
                 raise

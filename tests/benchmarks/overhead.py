@@ -7,7 +7,7 @@
 Prompts and answers have mixed lengths; each row says how many tokens its answer has. All systems run vLLM at full depth
 with the same arguments, in turn, each run as a command of its own. *Running*: tokens a second from the first row that
 the engine gets to the last answer, without start-up. *Command*: tokens a second of the whole command. Without Ray the
-job runs in the tests' in-process backend, and `ray.data.llm` is left out.
+job runs in the tests' in-process backend, and `ray.data.llm` is left out; with --without-ray too.
 
 --labels: a job of Banking77's questions after similar ones (prompts of some 500 tokens) at 1x, uniform 2x and with one
 layer, in turn, by the actor's seconds in the report. The ideal: the line through the times of all layers and of one.
@@ -112,7 +112,7 @@ def run_job(given: argparse.Namespace, folder: Path, values: dict[str, Any]) -> 
     file.write_text(yaml.safe_dump(values))
     in_process = [str(Path(__file__).resolve()), "--system", JOB, "--folder", str(folder)]
     ray_job = ["-m", "pipeline", "run", str(file)]
-    whole = command(given, folder, *(ray_job if find_spec("ray") else in_process))
+    whole = command(given, folder, *(in_process if given.without_ray else ray_job))
     return {"command_s": whole}, pq.read_table(Path(values["output"]["path"]) / "_job" / "stats.pq")
 
 
@@ -263,7 +263,7 @@ def compare(given: argparse.Namespace, folder: Path, rounds: Rounds, save: Calla
         BENCH: by_bench,
         RAY: partial(by_program, RAY),
     }
-    names = [name for name in given.systems if name != RAY or find_spec("ray")]
+    names = [name for name in given.systems if name != RAY or not given.without_ray]
     for number in range(given.rounds):
         rounds.append({})
         for name in names[number % len(names) :] + names[: number % len(names)]:  # no system is always the first
@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, default=2**30, help="KV cache on a CPU")
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--systems", default=[JOB, PLAIN, RAY], type=lambda text: text.split(","))
+    parser.add_argument("--without-ray", action="store_true", default=find_spec("ray") is None)
     parser.add_argument("--labels", action="store_true")
     parser.add_argument("--seconds", type=float, default=20, help="of a labels job at 1x")
     parser.add_argument("--first-rows", type=int, default=48, help="rows of the first labels jobs, which are not timed")
