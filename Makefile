@@ -120,8 +120,8 @@ SYSTEMS ?= this project
 faults: .venv/installed-dev $(if $(filter all,$(SYSTEMS)),peers-faults)
 	.venv/bin/python tests/benchmarks/faults/faults.py --systems "$(SYSTEMS)" $(OPTIONS)
 
-# The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository; dense and orders
-# train for half an hour to two hours.
+# The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository, which
+# tests/benchmarks/fetch_data.py fetches; dense and orders train for half an hour to two hours.
 evidence-e2e: .venv/installed
 	.venv/bin/skipdecode evaluate configs/demo.yaml --speedups 1,2,3,4,5 --set input.path=../shared/data/e2e/test.parquet \
 		--set sampling.max_new_tokens=72 --set adapt.references=references --set adapt.held_out=630 --set adapt.runs=3

@@ -1,14 +1,22 @@
-"""Parts of the benchmarks: peers, pruning, the least time of a run, topics, values stated."""
+"""Parts of the benchmarks: peers, pruning, the least time of a run, topics, values stated, data sets."""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import functools
+import io
 import json
 import math
 import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import contestants
+import fetch_data
 import predict
 import pyarrow.parquet as pq
 import pytest
@@ -112,7 +120,7 @@ def test_the_most_similar_text_comes_first() -> None:
     assert similar.nearest(["the card was stolen"], 1) == [[0]]
 
 
-@pytest.mark.skipif(not CATEGORIES.is_file(), reason=f"{CATEGORIES} is not there")
+@pytest.mark.skipif(not CATEGORIES.is_file(), reason=f"{CATEGORIES} is not there: tests/benchmarks/fetch_data.py")
 def test_every_intent_has_a_topic() -> None:
     topics = [topic_of(intent) for intent in json.loads(CATEGORIES.read_text())]
     assert set(topics) == set(TOPICS)
@@ -203,3 +211,104 @@ def test_the_rows_of_all_systems_have_mixed_lengths(tmp_path: Path) -> None:
     limits = {row["sampling"]["max_new_tokens"] for row in rows}
     assert 16 <= min(lengths) < 40 < 160 < max(lengths) <= 256
     assert 8 <= min(limits) < 20 < 80 < max(limits) <= 128
+
+
+TURNS = [{"speaker": "A", "content": text} for text in ("one", " ", "two words", "three ", "four", "five")]
+MEETING = {
+    "specific_query_list": [
+        {"query": "Why? ", "answer": " So.", "relevant_text_span": [["2", "3"], ["0", "1"]]},
+        {"query": "When?", "answer": "Now.", "relevant_text_span": [["4", "4"]]},
+    ],
+    "general_query_list": [{"query": "All?", "answer": "Yes."}],
+    "meeting_transcripts": TURNS,
+}
+UPSTREAM = {
+    "e2e": {
+        "trainset.csv": 'mr,ref\r\n"name[A], food[B]",A has B.\r\n"name[A], food[B]","B, at A."\r\n',
+        "devset.csv": "mr,ref\nname[C],It is C.\nname[D],D\nname[C],C\n",
+        "testset_w_refs.csv": "mr,ref\nname[E],E\nname[F],F\nname[G],G\n",
+    },
+    "banking77": {
+        "banking_data/train.csv": 'text,category\n"Where is\n""it""?",lost\nno,top_up\n',
+        "banking_data/test.csv": "text,category\nhm,top_up\nIs it?,lost\n",
+        "banking_data/categories.json": '["lost", "top_up"]',
+    },
+    "qmsum": {
+        "data/ALL/train/m2.json": json.dumps({**MEETING, "specific_query_list": []}),
+        "data/ALL/val/m1.json": json.dumps(MEETING),
+        "data/ALL/test/m3.json": json.dumps(MEETING),
+    },
+}
+
+
+@pytest.fixture
+def archives(tmp_path: Path) -> Iterator[str]:
+    """The address of a server that stands for GitHub, with made-up archives."""
+    for name, files in UPSTREAM.items():
+        repository, commit, _ = fetch_data.SETS[name]
+        folder = tmp_path / "public" / repository / "archive"
+        folder.mkdir(parents=True)
+        with tarfile.open(folder / f"{commit}.tar.gz", "w:gz") as archive:
+            for path, text in files.items():
+                member = tarfile.TarInfo(f"top-{commit}/{path}")
+                member.size = len(text.encode())
+                archive.addfile(member, io.BytesIO(text.encode()))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "public"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_data_sets_are_fetched_as_the_benchmarks_read_them(
+    archives: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits = {"e2e-test": 0b101, "banking77-train": 0b01, "banking77-test": 0b10}
+    masks = {split: base64.b64encode(bytes([value])).decode() for split, value in bits.items()}
+    monkeypatch.setattr(fetch_data, "MEASURED", {**masks, "qmsum-test": {"m3": ["1", "g0"]}})
+    monkeypatch.setattr(fetch_data, "GENERAL_WORDS", 6)
+    data = tmp_path / "data"
+    (data / "qmsum").mkdir(parents=True)
+    (data / "qmsum" / "train.parquet").write_bytes(b"own")
+    monkeypatch.setattr(sys, "argv", ["fetch_data.py", "--data", str(data), "--source", archives])
+    fetch_data.main()
+
+    def rows(name: str) -> list[tuple[object, ...]]:
+        return [tuple(row.values()) for row in pq.read_table(data / f"{name}.parquet").to_pylist()]
+
+    assert (data / "qmsum" / "train.parquet").read_bytes() == b"own"
+    assert rows("e2e/train") == [
+        ("e2e-train-00000", "name[A], food[B]", "A has B."),
+        ("e2e-train-00001", "name[A], food[B]", "B, at A."),
+    ]
+    assert rows("e2e/dev") == [("e2e-dev-0000", "name[C]", ["It is C.", "C"]), ("e2e-dev-0001", "name[D]", ["D"])]
+    assert rows("e2e/test") == [("e2e-test-0000", "name[E]", ["E"]), ("e2e-test-0002", "name[G]", ["G"])]
+    assert rows("banking77/train") == [("banking77-train-00000", 'Where is\n"it"?', "lost", "lost")]
+    assert rows("banking77/test") == [("banking77-test-0001", "Is it?", ["lost"], "lost")]
+    assert json.loads((data / "banking77" / "categories.json").read_text()) == ["lost", "top_up"]
+    start = "All?\nA: one\nA: two words"  # 5 words: one less than asked; the next turn adds two
+    assert rows("qmsum/dev") == [
+        ("qmsum-dev-m1-0", "Why?\nA: one\nA: two words\nA: three", ["So."]),
+        ("qmsum-dev-m1-1", "When?\nA: four", ["Now."]),
+        ("qmsum-dev-m1-g0", start, ["Yes."]),
+    ]
+    assert [row[:2] for row in rows("qmsum/test")] == [
+        ("qmsum-test-m3-1", "When?\nA: four"),
+        ("qmsum-test-m3-g0", start),
+    ]
+
+
+@pytest.mark.parametrize("split", ["e2e/test", "banking77/train", "banking77/test", "qmsum/test"])
+def test_the_rows_that_were_measured_are_named(split: str) -> None:
+    path = Path("../shared/data") / f"{split}.parquet"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: tests/benchmarks/fetch_data.py")
+    ids = pq.read_table(path, columns=["id"])["id"].to_pylist()
+    name = split.replace("/", "-")
+    if name == "qmsum-test":
+        named = [f"{name}-{meeting}-{one}" for meeting, ones in fetch_data.MEASURED[name].items() for one in ones]
+    else:
+        digits = len(ids[0].rpartition("-")[2])
+        every = [{"id": f"{name}-{number:0{digits}d}"} for number in range(int(ids[-1].rpartition("-")[2]) + 1)]
+        named = [row["id"] for row in fetch_data.measured(name, every)]
+    assert named == ids

@@ -1,6 +1,8 @@
 """Make a checkpoint with random weights and a tokenizer trained on prompts and responses, to start a training from.
 
 python configs/demo/new_model.py work/demo-new ../shared/data/e2e/train.parquet --layers 24 --seed 1
+
+tests/benchmarks/fetch_data.py fetches that file.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from pipeline.learn.speeds import variants
 from pipeline.learn.train.recipe import Recipe
 from pipeline.learn.train.run import train
 
-DATA, WORK = Path("../shared/data/e2e"), Path("work")
+DATA, WORK = Path("../shared/data/e2e"), Path("work")  # E2E: tests/benchmarks/fetch_data.py
 LOSS = LossConfig(references=1.0, distillation=0.0, label_smoothing=0.05)
 DEV_ROWS, MAX_TOKENS = 256, 256
 ALL_SPEEDS = (1, 2, 3, 4, 5)

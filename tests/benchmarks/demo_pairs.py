@@ -119,7 +119,9 @@ def right(prompt: str, reference: str) -> bool:
 def main() -> None:
     """Command line; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", type=Path, default=Path("../shared/data/e2e/train.parquet"))
+    parser.add_argument(
+        "--source", type=Path, default=Path("../shared/data/e2e/train.parquet"), help="by fetch_data.py"
+    )
     parser.add_argument("--out", type=Path, default=Path("work/demo-copy/pairs.parquet"))
     parser.add_argument("--pairs", type=int, default=40_000)
     parser.add_argument("--replaced", type=float, default=0.8)

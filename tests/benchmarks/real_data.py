@@ -1,4 +1,4 @@
-"""Prompts for the evidence on a published model, from the data sets beside the repository.
+"""Prompts for the evidence on a published model, from the data sets beside the repository (`fetch_data.py`).
 
     .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,emotion,summaries,gemma-text,gemma-labels}
 
@@ -43,7 +43,7 @@ from pipeline.storage.local_output import replacing
 DATA, WORK, JOBS = Path("../shared/data"), Path("work/real"), Path("configs/real")
 TWEETS = Path("work/tweeteval/datasets/emotion")
 MODEL = WORK / "model"
-NO_DATA = 3  # exit status
+NO_DATA, FETCH = 3, "tests/benchmarks/fetch_data.py fetches them"  # exit status, and what to do
 SCORED = 300  # of E2E's test prompts; others may be adapted to, without their references
 EXAMPLES = 6  # similar questions before each
 ADAPTED, FURTHER = 3000, 1900  # training questions that a job of labels adapts to, and those of its second training
@@ -85,7 +85,8 @@ def write_rows(name: str) -> bool:
     """Write the rows of a job; False, with a line, without the data set."""
     data = TWEETS if name == "emotion" else DATA
     if not data.is_dir():
-        print(f"skipped: the data sets are not in {data}", file=sys.stderr)
+        where = "git clone https://github.com/cardiffnlp/tweeteval work/tweeteval" if data == TWEETS else FETCH
+        print(f"skipped: the data sets are not in {data}: {where}", file=sys.stderr)
         return False
     train, test, more = MAKERS[name]()
     random.Random(SEED).shuffle(train)

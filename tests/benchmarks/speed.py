@@ -73,7 +73,7 @@ def compare(
     with contestants.running_peers(contestants.PEERS, checkpoint, options) as peers:
         for kind in options.workloads:
             if not available(kind):
-                print(f"{kind}: its data set is not there, passed by", file=sys.stderr)
+                print(f"{kind}: its data set is not there (tests/benchmarks/fetch_data.py), passed by", file=sys.stderr)
                 continue
             context = min(CONTEXT, config.max_position_embeddings)
             workload = make(kind, options.rows, config.vocab_size, context)

@@ -22,7 +22,7 @@ E2E = ROOT.parent / "shared" / "data" / "e2e"
 CHECKPOINT = ROOT / "configs" / "demo" / "checkpoint"
 ROWS = 504
 
-pytestmark = pytest.mark.skipif(not E2E.is_dir(), reason=f"the E2E data set is not at {E2E}")
+pytestmark = pytest.mark.skipif(not E2E.is_dir(), reason=f"no {E2E}: tests/benchmarks/fetch_data.py")
 
 
 def job(output: Path | str, **changes: Any) -> JobConfig:
