@@ -6,7 +6,7 @@ PROCESSES = $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries
+.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries pictures
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -148,6 +148,10 @@ evidence-real-labels: .venv/installed-dev
 evidence-real-gemma: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py gemma-labels $(OPTIONS)
 	.venv/bin/python tests/benchmarks/real_evidence.py gemma-text $(OPTIONS)
+
+# README.md's pictures; the screenshot of the demo's report page needs Chromium.
+pictures: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/pictures.py
 
 work/evidence/%/tune.json: | .venv/installed-dev
 	.venv/bin/python configs/demo/train.py $*

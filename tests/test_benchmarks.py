@@ -1,4 +1,4 @@
-"""Parts of the benchmarks: peers, pruning, the least time of a run, topics, values stated, data sets."""
+"""Parts of the benchmarks: peers, pruning, the least time of a run, topics, values stated, pictures, data sets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import contestants
 import fetch_data
+import pictures
 import predict
 import pyarrow.parquet as pq
 import pytest
@@ -211,6 +212,10 @@ def test_the_rows_of_all_systems_have_mixed_lengths(tmp_path: Path) -> None:
     limits = {row["sampling"]["max_new_tokens"] for row in rows}
     assert 16 <= min(lengths) < 40 < 160 < max(lengths) <= 256
     assert 8 <= min(limits) < 20 < 80 < max(limits) <= 128
+
+
+def test_the_picture_shows_the_figures_of_the_tables() -> None:
+    assert (pictures.PICTURES / "speed.svg").read_text() == pictures.picture(), "make pictures"
 
 
 TURNS = [{"speaker": "A", "content": text} for text in ("one", " ", "two words", "three ", "four", "five")]
