@@ -24,7 +24,7 @@ def lines(paths: list[Path]) -> int:
 @pytest.mark.parametrize(
     ("folders", "ceiling"),
     [
-        (("pipeline", "actors"), 28_891),
+        (("pipeline", "actors"), 28_892),
         (("actors/vllm",), 1_868),
         (("tests",), 35_528),
     ],
