@@ -24,6 +24,11 @@ def blocks(file: str) -> list[list[str]]:
     return [commands(block) for language, block in found if not language]
 
 
+def printed_lines(file: str) -> list[str]:
+    """The lines that a Markdown file says are printed: those of its blocks of text."""
+    return "".join(re.findall(r"^```text\n(.*?)^```$", (ROOT / file).read_text(), re.S | re.M)).splitlines()
+
+
 def commands_of_example(name: str) -> list[str]:
     """The commands in the comment of a file in configs/."""
     lines = (ROOT / "configs" / name).read_text().splitlines()

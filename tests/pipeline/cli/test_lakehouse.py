@@ -14,7 +14,7 @@ import yaml
 from deleted_rows import delete_by_file, delete_by_vector
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.utils.config import Config
-from shown_commands import ROOT, blocks, run_commands
+from shown_commands import ROOT, blocks, printed_lines, run_commands
 from table_stores import DeltaTables, IcebergTables, Tables, prompts
 
 RECIPE = ROOT / "configs" / "recipes" / "lakehouse"
@@ -169,6 +169,8 @@ def test_another_table_a_lost_history_and_renamed_columns_are_refused(recipe: Mo
 def test_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    (printed,) = run_commands(blocks("configs/recipes/lakehouse/README.md")[0])
+    readme = "configs/recipes/lakehouse/README.md"
+    (printed,) = run_commands(blocks(readme)[0])
+    assert set(printed_lines(readme)) <= set(printed.splitlines())
     rows = DeltaTable("work/recipes/lakehouse/table").to_pyarrow_table()
     assert sorted(rows["id"].to_pylist()) == ["Aromi", "The Mill", "Zizzi"] and "3 rows in " in printed
