@@ -35,7 +35,7 @@ HERE = sorted({path.name for path in RECIPES.iterdir() if path.is_dir()} - set(E
 OWN_MODEL = ("nightly", "hive")  # recipes with the demo's model
 SAMPLED = "samples"  # a file's path decides samples too
 END_OF_THINKING = "e"  # of the demo's model, which writes no </think>
-SILENT = ("spot", "vllm")  # never applied; two servers, and a program whose answers its test compares
+SILENT = ("spot",)  # was never applied
 VARYING = {  # what depends on the model or the day, and what replaces it
     r"(  answer: ).*": r"\1…",
     r"(labels: ).*": r"\1…",
