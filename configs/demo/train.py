@@ -1,11 +1,13 @@
-"""Train the demo's checkpoint, in four parts, or a dense model to compare it with.
+"""Train the demo's checkpoint, in five parts, or a dense model to compare it with.
 
-    for part in full-depth any-speed copy copy-2; do python configs/demo/train.py $part; done
+    for part in full-depth any-speed copy copy-2 prompts; do python configs/demo/train.py $part; done
 
 full-depth: a new model on E2E, every token at full depth. any-speed: from there to any speed between 1x and 5x. copy:
 copying of values, on pairs whose values were replaced at random, which `tests/benchmarks/demo_pairs.py` writes.
 copy-2: more of the same, on other pairs (`demo_pairs.py --seed 5 --pairs 24000 --replaced 0.5 --out
-work/demo-copy/pairs-2.parquet`). dense-7, dense-5: as deep as 3x and 5x run on average, with as many steps and more.
+work/demo-copy/pairs-2.parquet`). prompts: prompts may run the layers of token 0 alone, at a falling and at a constant
+depth, on pairs of the same kind (`--seed 6 --pairs 80000 --replaced 0.5 --out work/demo-prompts/pairs.parquet`).
+dense-7, dense-5: as deep as 3x and 5x run on average, with as many steps and more.
 The same command goes on after a kill. With --steps: training steps, to try the command.
 """
 
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,23 @@ from actors.engine.model.loading import inspect
 from actors.engine.model.tokenizer import load_tokenizer
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.adapt import LossConfig, TrainingConfig
-from pipeline.learn.speeds import variants
+from pipeline.learn.speeds import UNIFORM, variants
 from pipeline.learn.train.recipe import Recipe
 from pipeline.learn.train.run import train
 
 DATA, WORK = Path("../shared/data/e2e"), Path("work")  # E2E: tests/benchmarks/fetch_data.py
 LOSS = LossConfig(references=1.0, distillation=0.0, label_smoothing=0.05)
-DEV_ROWS, MAX_TOKENS = 256, 256
+MAX_TOKENS = 256
 ALL_SPEEDS = (1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A training. layers: those of the new model to start from; 0: start is the result of an earlier part."""
+    """A training.
+
+    layers: number of layers of the new model to start from; 0: start is the result of an earlier part. schedule: keys
+    that differ from those of the model to start from. further: keys of more schedules to train, see `variants`.
+    """
 
     start: str
     output: str
@@ -45,6 +52,9 @@ class Part:
     pairs: Path = DATA / "train.parquet"
     speedups: tuple[float, ...] = ALL_SPEEDS
     default: float = 3  # speed of jobs that set none
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    further: tuple[Mapping[str, Any], ...] = ()
+    dev_rows: int = 256
 
 
 DENSE = {"max_steps": 3000, "learning_rate": 0.002, "warmup_steps": 100, "seed": 1, "eval_steps": 1000}
@@ -73,6 +83,16 @@ PARTS = {
         "demo-copy/model-2",
         {"epochs": 1, "learning_rate": 0.0007, "warmup_steps": 20, "seed": 5},
         pairs=WORK / "demo-copy/pairs-2.parquet",
+    ),
+    # of the speeds above 1x, two of three steps train one whose prompts run few layers
+    "prompts": Part(
+        "demo-copy/model-2",
+        "demo-prompts/model",
+        {"max_steps": 1500, "learning_rate": 0.001, "warmup_steps": 50, "seed": 6, "speeds_per_step": 2},
+        pairs=WORK / "demo-prompts/pairs.parquet",
+        schedule={"prompt": "first"},
+        further=({"prompt": "full"}, UNIFORM),
+        dev_rows=96,  # for each of 13 schedules
     ),
     **{
         f"dense-{layers}": Part(
@@ -111,13 +131,17 @@ def main() -> None:
     pairs, dev = read_pairs(start, part.pairs, "reference"), read_pairs(start, DATA / "dev.parquet", "references")
     found = inspect(start)
     horizon = max(2, int(statistics.median(len(pair["input_ids"]) - pair["prompt_tokens"] for pair in pairs)))
-    spec = (found.spec or ScheduleSpec()).overridden({"speedup": float(part.default), "horizon": horizon})
-    schedules = {one.name: one.spec.build(found.num_layers) for one in variants(spec, part.speedups)}
+    spec = (found.spec or ScheduleSpec()).overridden(
+        {**part.schedule, "speedup": float(part.default), "horizon": horizon}
+    )
+    trained = variants(spec, part.speedups, part.further)
+    schedules = {one.name: one.spec.build(found.num_layers) for one in trained}
     # one speed for each step, and a larger batch than for an adapter
     settings = {"batch_size": 48, "speeds_per_step": 1, "eval_steps": 200, "save_steps": 200, **part.training}
     settings |= {} if options.steps is None else {"max_steps": options.steps}
     recipe = Recipe(spec, schedules, LOSS, TrainingConfig.model_validate(settings))
-    record = train(start, recipe, pairs, [dev[row * len(dev) // DEV_ROWS] for row in range(DEV_ROWS)], output)
+    dev = [dev[row * len(dev) // part.dev_rows] for row in range(part.dev_rows)]
+    record = train(start, recipe, pairs, dev, output)
     print(f"{output}: {record['steps']} steps, dev loss {record['dev_loss']}")
 
 
