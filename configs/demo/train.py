@@ -88,7 +88,7 @@ PARTS = {
     "prompts": Part(
         "demo-copy/model-2",
         "demo-prompts/model",
-        {"max_steps": 1500, "learning_rate": 0.001, "warmup_steps": 50, "seed": 6, "speeds_per_step": 2},
+        {"max_steps": 450, "learning_rate": 0.001, "warmup_steps": 50, "seed": 6, "speeds_per_step": 2},
         pairs=WORK / "demo-prompts/pairs.parquet",
         schedule={"prompt": "first"},
         further=({"prompt": "full"}, UNIFORM),
