@@ -4,7 +4,7 @@ QUICK = not slow and not ceph
 SLOW_MINUTES = 40
 PROCESSES = $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
-PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries pictures
 
@@ -160,11 +160,11 @@ clean:
 	rm -rf .venv work
 
 .venv/installed: pyproject.toml constraints.txt
-	@echo "setting up .venv (a few minutes the first time)"
+	@echo "setting up .venv: 2.5 GB, three to five minutes"
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) --editable '.[tune,eval]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) --quiet --editable '.[dev]'
 	@touch $@

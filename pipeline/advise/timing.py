@@ -1,4 +1,4 @@
-"""Times a sample of a job's rows at several speeds, in an actor's process."""
+"""Times some of a job's rows at several speeds, in an actor's process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from actors.answers import Prompt
@@ -101,6 +102,29 @@ def time_speeds(
             del one, generators
             gc.collect()
     return Sample(loaded, sampler.calls, sampler.gain)
+
+
+def time_in_parts(
+    generators: Mapping[str, Any], given: Sequence[Prompt], size: int, seconds: float
+) -> tuple[int, dict[str, float]]:
+    """Answer the same rows with each generator, `size` rows at a time and by turns, until each has taken `seconds`.
+
+    The first part is answered once more before, to warm up. After the last row come the first ones again. Return the
+    number of rows, and the seconds of each generator.
+    """
+    parts = [given[start : start + size] for start in range(0, len(given), size)]
+    answered, spent = 0, dict.fromkeys(generators, 0.0)
+    for generator in generators.values():
+        generator.answer(parts[0])
+    for part in cycle(parts):
+        for name, generator in generators.items():
+            began = time.perf_counter()
+            generator.answer(part)
+            spent[name] += time.perf_counter() - began
+        answered += len(part)
+        if min(spent.values()) >= seconds:
+            break
+    return answered, spent
 
 
 class _Sampler:

@@ -41,30 +41,44 @@ def demo(
 
 
 def _print_speedup(path: Path) -> None:
-    """Answer the demo's first prompts at full depth too, and print both times. Do nothing if the job was too short."""
-    from pipeline import job as jobs
-    from pipeline.answer.stats import Totals
-    from pipeline.commit.sink import SUCCESS
+    """Answer the demo's prompts at its speed, at a constant depth and at full depth, by turns, and print the times.
+
+    Do nothing if the prompts do not fill a batch, or if the user has changed the job's schedule.
+    """
+    from actors.generator import Generator
+    from pipeline.advise.estimate import read_prompts
+    from pipeline.advise.timing import time_in_parts
+    from pipeline.answer.settings import fetched
     from pipeline.config.job import JobConfig
     from pipeline.config.load import load_config
-    from pipeline.messages import LEAST_TIMED
+    from pipeline.messages import LEAST_TIMED, counted
+    from pipeline.plan.hardware import Hardware
+    from pipeline.plan.job import plan
+    from pipeline.prepare.prompt_spec import prompt_spec
     from pipeline.runtime.announce import announce
-    from pipeline.storage.folder import open_folder, read_json
 
-    config = load_config(JobConfig, path)
-    fast = read_json(open_folder(config.output.path, config.storage), SUCCESS, Totals)
-    if fast is None or fast.generate_seconds < LEAST_TIMED:
+    job = plan(load_config(JobConfig, path), None, Hardware(), preview=True)
+    manifest, schedule, batch = job.manifest, job.schedule, job.settings.max_batch
+    at, kept = job.checkpoint.checkpoint.schedule, job.config.schedule.without_depths()
+    schedules = {
+        "1x, all layers": at({"speedup": 1.0}),
+        f"{schedule.name}, falling depth": schedule,
+        f"{schedule.name}, constant depth": at({**kept, "speedup": schedule.speedup, "decay": "constant"}),
+    }
+    if manifest.rows < batch or schedule.speedup is None or len(set(schedules.values())) < len(schedules):
         return
-    rows = max(1, round(fast.rows * LEAST_TIMED / fast.generate_seconds))
-    announce(f"answering the first {rows:,} prompts at full depth, to compare the times")
-    changes = ["schedule.speedup=1", f"output.path={config.output.path}-1x"]
-    slow = jobs.run(load_config(JobConfig, path, changes), limit=rows, backend=jobs.ray_backend(verbose=False)).totals
-    if slow.generate_seconds >= LEAST_TIMED:
-        each, full = (1000 * one.generate_seconds / one.rows for one in (fast, slow))
-        echo(
-            f"an actor needs {each:.2f} ms for a prompt, and {full:.2f} ms at full depth: {full / each:.2f}x as fast, "
-            f"timed for {fast.generate_seconds:.0f} s and {slow.generate_seconds:.0f} s"
-        )
+    spec = prompt_spec(job.config, job.checkpoint, manifest.batching.planned)
+    given = read_prompts(manifest.shards, manifest.files, manifest.schema, job.config.storage, spec)
+    announce(f"comparing {schedule.name} with 1x, until each has taken {LEAST_TIMED:g} s")
+    one = Generator(fetched(job.settings))
+    generators = {name: one.at(wanted) for name, wanted in schedules.items()}
+    rows, spent = time_in_parts(generators, given, batch, LEAST_TIMED)
+    threads = counted(job.settings.threads or 1, "thread")
+    echo(f"the same {rows:,} prompts by turns on {threads}, the model's work alone (no start, Ray, files):")
+    (name, full), *others = spent.items()
+    echo(f"  {name}: {full:.1f} s")
+    for name, seconds in others:
+        echo(f"  {name}: {seconds:.1f} s, {full / seconds:.2f} times as fast")
 
 
 def keys(
