@@ -1,12 +1,12 @@
 # Needs Python 3.11 or newer with venv, and make.
 PYTHON ?= python3
-QUICK = not slow and not ceph
+QUICK = not slow and not ceph and not slurm
 SLOW_MINUTES = 40
 PROCESSES = $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline tests/test_wheel.py --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph lint bench bench-full bench-scale peers peers-faults faults clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries pictures
+.PHONY: demo real real-model wheel test test-vllm test-serve coverage test-slow test-ceph test-slurm lint bench bench-full bench-scale peers peers-faults faults clean evidence-e2e evidence-slots evidence-dense evidence-real-text evidence-real-labels evidence-real-gemma evidence-real-summaries pictures
 
 demo: .venv/installed
 	@.venv/bin/skipdecode demo work/demo
@@ -50,14 +50,19 @@ coverage: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	@echo "make test-slow: about $(SLOW_MINUTES) min on two cores"
-	@began=$$(date +%s); .venv/bin/python -m pytest --durations=10 -m "slow and not ceph"; failed=$$?; \
+	@began=$$(date +%s); .venv/bin/python -m pytest --durations=10 -m "slow and not ceph and not slurm"; failed=$$?; \
 	seconds=$$(($$(date +%s) - began)); echo "make test-slow: $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$failed
 
-# Needs root, on Debian.
+# These two need root, on Debian.
 test-ceph: .venv/installed-dev
 	command -v radosgw >/dev/null || \
 		(apt-get update && apt-get install --yes --no-install-recommends ceph-common ceph-mon ceph-osd radosgw)
 	.venv/bin/python -m pytest -m ceph
+
+test-slurm: .venv/installed-dev
+	command -v slurmctld >/dev/null || \
+		(apt-get update && apt-get install --yes --no-install-recommends munge slurm-client slurmctld slurmd)
+	.venv/bin/python -m pytest -m slurm tests/infra/test_slurm.py
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

@@ -31,7 +31,7 @@ class LocalCluster:
 
     def __init__(self, cpus: int) -> None:
         self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Unix sockets lie below it
-        self.gcs, self.dashboard, client = _free_ports(3)
+        self.gcs, self.dashboard, client = free_ports(3)
         kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self.env = {
             **kept,
@@ -128,7 +128,7 @@ class LocalCluster:
         return False
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on just now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(one.getsockname()[1]) for one in sockets]

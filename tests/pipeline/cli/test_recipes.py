@@ -28,6 +28,7 @@ MODEL = ROOT / "work" / "real" / "model"
 ELSEWHERE = {  # recipe -> the test that runs its programs, or checks its files
     "lakehouse": "tests/pipeline/cli/test_lakehouse.py",
     "ray_data": "tests/pipeline/job/test_ray_data.py",
+    "slurm": "tests/infra/test_slurm.py",
     "spot": "tests/infra/test_kubernetes.py",
     "vllm": "tests/vllm_addon/test_published.py",
 }
