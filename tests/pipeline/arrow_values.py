@@ -15,7 +15,7 @@ TEXTS = st.one_of(
 
 
 def values_of(kind: pa.DataType, *, usual: bool = False) -> st.SearchStrategy[Any]:
-    """Return values of a type, null among them. usual: no NaN, and no time beyond Python's."""
+    """Return values of a type, null among them. usual: no NaN or infinity (JSON has none), no time beyond Python's."""
     found: st.SearchStrategy[Any] = st.none()
     if pa.types.is_integer(kind):
         bits, signed = kind.bit_width, pa.types.is_signed_integer(kind)
@@ -23,7 +23,7 @@ def values_of(kind: pa.DataType, *, usual: bool = False) -> st.SearchStrategy[An
     elif pa.types.is_boolean(kind):
         found = st.booleans()
     elif pa.types.is_floating(kind):
-        found = st.floats(width=kind.bit_width, allow_nan=not usual)
+        found = st.floats(width=kind.bit_width, allow_nan=not usual, allow_infinity=not usual)
     elif pa.types.is_decimal(kind):
         found = (
             st.integers(-99, 99).map(decimal.Decimal)
