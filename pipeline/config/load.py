@@ -128,7 +128,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     inner = ("function-", "list[", "literal[")  # pydantic adds names of a union's types to the keys
     where = [str(part) for part in problem["loc"] if not str(part).startswith(inner)]
     where = [part for part in where[:-1] if not part.endswith("Config")] + where[-1:]
-    key = ".".join(part if part.isprintable() else repr(part) for part in where)
+    key = shortened(".".join(part if part.isprintable() else repr(part) for part in where), 200)
     more = f" (and {counted(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
         section = kind

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -84,6 +84,7 @@ def job_files(draw: st.DrawFn) -> str | bytes:
 
 @settings(max_examples=100, **FUZZ)
 @given(text=job_files())
+@example(text=f"? {'x' * 5000}\n: 1\n")
 def test_the_command_refuses_it_in_one_line_and_exits_2(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, text: str | bytes
 ) -> None:
