@@ -24,9 +24,9 @@ def lines(paths: list[Path]) -> int:
 @pytest.mark.parametrize(
     ("folders", "ceiling"),
     [
-        (("pipeline", "actors"), 28_930),
+        (("pipeline", "actors"), 28_931),
         (("actors/vllm",), 1_868),
-        (("tests",), 35_838),
+        (("tests",), 35_843),
     ],
 )
 def test_lines(folders: tuple[str, ...], ceiling: int) -> None:

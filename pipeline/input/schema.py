@@ -141,7 +141,8 @@ def _with_decimals(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
         return pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0)
     if types.is_struct(kind) and types.is_struct(other):
         others = {child.name: child.type for child in other}
-        return pa.struct([(child.name, _with_decimals(child.type, others.get(child.name, kind))) for child in kind])
+        found = [(child.name, child.type, others.get(child.name, child.type)) for child in kind]
+        return pa.struct([(name, _with_decimals(one, its)) for name, one, its in found])
     if types.is_map(kind) and types.is_map(other):
         pairs = ((kind.key_type, other.key_type), (kind.item_type, other.item_type))
         return pa.map_(*(_with_decimals(*pair) for pair in pairs))

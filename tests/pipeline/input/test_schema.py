@@ -55,6 +55,11 @@ def bad_text(kind: pa.DataType = TEXTS[0]) -> pa.Array:
             pa.map_(pa.string(), pa.struct([("a", pa.decimal128(3, 2))])),
             pa.map_(pa.string(), pa.struct([("a", pa.decimal128(5, 2)), ("b", pa.int8())])),
         ),
+        (  # b.a has no counterpart: that a is a decimal says nothing about it
+            pa.struct([("a", pa.decimal128(7, 3)), ("b", pa.struct([("a", pa.int8())]))]),
+            pa.struct([("a", pa.decimal128(7, 3))]),
+            pa.struct([("a", pa.decimal128(7, 3)), ("b", pa.struct([("a", pa.int8())]))]),
+        ),
         (pa.list_(pa.decimal128(7, 3)), pa.list_(pa.float64()), None),
         (pa.map_(pa.string(), pa.decimal128(5, 0)), pa.map_(pa.string(), pa.float32()), None),
         (STRUCT, pa.struct([("a", pa.string())]), None),
