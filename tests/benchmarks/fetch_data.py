@@ -3,8 +3,8 @@
     .venv/bin/python tests/benchmarks/fetch_data.py [--data ../shared/data] [--source https://github.com]
 
 Each comes as GitHub's archive of a fixed commit and becomes Parquet files with the columns id, prompt, references
-(train: reference) and, of Banking77, label. raw/rows.json holds the ids that the published figures were measured on:
-no other row of these splits is written. A file that exists is kept.
+(train: reference) and, of Banking77, label. raw/rows.json names the rows that the published figures were measured on,
+and only these are written. The program keeps a file that exists.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from pipeline.storage.local_output import replacing
 
 MEASURED = json.loads(Path(__file__).with_name("raw").joinpath("rows.json").read_text())
 GENERAL_WORDS = 1500  # about so many words of a meeting stand in the prompt of a general query of QMSum
@@ -59,11 +61,13 @@ def write(folder: Path, files: dict[str, Rows | bytes]) -> None:
         path = folder / name
         if path.exists():
             print(f"{path}: exists, kept")
-        elif isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            pq.write_table(pa.Table.from_pylist(content), path, compression="zstd")
-            print(f"{path}: {len(content):,} rows")
+            continue
+        with replacing(path) as temporary:
+            if isinstance(content, bytes):
+                temporary.write_bytes(content)
+            else:
+                pq.write_table(pa.Table.from_pylist(content), temporary, compression="zstd")
+                print(f"{path}: {len(content):,} rows")
 
 
 def lines(files: Files, path: str) -> list[dict[str, str]]:

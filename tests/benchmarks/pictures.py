@@ -145,7 +145,7 @@ class Panel:
             self.parts.append(f'<circle class="{shape}" cx="{x}" cy="{y}" r="4.5" stroke-width="2"/>')
 
     def label(self, point: Point, text: str, name: str, right: int, down: int) -> None:
-        """Write beside a point."""
+        """Write a text beside a point."""
         x, y = self.place(*point[:2])
         self.parts.append(f'<text class="{name}" x="{x + right:g}" y="{y + down:g}">{text}</text>')
 

@@ -6,8 +6,7 @@ Each job is planned and then run. Times are wall clocks of whole commands. The e
 of a progress line's ETA is that of the end which it expects, over the seconds of the command. Run it on a machine that
 does nothing else: other work changes both, and not equally.
 
-The inputs come from `make demo`, the data sets beside the repository (`fetch_data.py`), `make real` and
-`real_data.py {labels,groups,summaries}`.
+Its inputs are written by `make demo`, `fetch_data.py`, `make real` and `real_data.py {labels,groups,summaries}`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts for the evidence on a published model, from the data sets beside the repository (`fetch_data.py`).
+"""Write prompts for the evidence on a published model from the data sets that `fetch_data.py` fetches.
 
     .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,emotion,summaries,gemma-text,gemma-labels}
 
